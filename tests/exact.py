@@ -10,6 +10,7 @@ Do not call any of this inside a JAX callback: XLA runs callbacks with subnormal
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +67,12 @@ def same_bits(a, b) -> bool:
     if a.dtype.kind not in "iub":
         same |= np.isnan(a) & np.isnan(b)
     return bool(same.all())
+
+
+def load(name: str) -> dict[str, np.ndarray]:
+    """The arrays of ``tests/data/<name>.npz``."""
+    with np.load(Path(__file__).parent / "data" / f"{name}.npz") as arrays:
+        return dict(arrays)
 
 
 # Decoding, by the formulas of the contract in plain integers
