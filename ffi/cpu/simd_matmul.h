@@ -1,0 +1,359 @@
+// The matrix products, written once for every vector width.
+//
+// Few rows or one column: rows are streamed as they lie in memory, S and T of eight records at a time
+// (`dot`). Otherwise two vectors of rows are transposed into a panel and multiplied with a few columns
+// at a time (`panel`). Either way each output folds its records in order, lanes being outputs.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "kernels.h"
+#include "record.h"
+
+namespace jaxquant {
+namespace {
+
+// ---------------------------------------------------------------------------------------------- dot
+
+constexpr int kBatch = 8;           // records whose S and T are reduced together
+constexpr int kRowGroup = 8;        // rows folded together
+constexpr int kParkedRecords = 64;  // values of a row kept before the fold
+constexpr int kPrefetchBytes = 4096;
+
+// Lane i becomes the sum of the eight lanes of a[i].
+JAXQUANT_INLINE __m256i sums_of_each(const __m256i a[8]) {
+  const __m256i b0 = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
+  const __m256i b1 = _mm256_hadd_epi32(_mm256_hadd_epi32(a[4], a[5]), _mm256_hadd_epi32(a[6], a[7]));
+  return _mm256_add_epi32(_mm256_permute2x128_si256(b0, b1, 0x20), _mm256_permute2x128_si256(b0, b1, 0x31));
+}
+
+// sc[8], m[8] as bytes.
+JAXQUANT_INLINE __m128i scale_bytes(const uint8_t* record) {
+  const Q4KScales scales = q4k_scales(record);
+  return _mm_set_epi64x(static_cast<long long>(scales.m), static_cast<long long>(scales.sc));
+}
+
+// Eight int32 partial sums whose total is T of one pair of records, for any bytes in bsum.
+JAXQUANT_INLINE __m256i partial_t(const uint8_t* x, __m256i scales) {
+  const __m256i m = _mm256_shuffle_epi8(
+      scales, _mm256_setr_epi8(8, -1, 8, -1, 9, -1, 9, -1, 10, -1, 10, -1, 11, -1, 11, -1, 12, -1, 12, -1, 13, -1, 13,
+                               -1, 14, -1, 14, -1, 15, -1, 15, -1));
+  return _mm256_madd_epi16(m, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + q8k::kBsum)));
+}
+
+struct Halves {
+  __m256 low;
+  __m256 high;
+};
+
+// The float16 in the low and in the high half of each 32-bit lane.
+JAXQUANT_INLINE Halves halves_to_float(__m256i pairs) {
+  const __m256i low = _mm256_and_si256(pairs, _mm256_set1_epi32(0xFFFF));
+  const __m256i high = _mm256_srli_epi32(pairs, 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(packed)), _mm256_cvtph_ps(_mm256_extracti128_si256(packed, 1))};
+}
+
+// v of `count` <= 8 consecutive records of one row and one column.
+template <typename V, bool kFull>
+JAXQUANT_INLINE void values_of_batch(const MatMul& p, const uint8_t* w, const uint8_t* x, const float* ds, int count,
+                                     float* v) {
+  __m256i s[kBatch];
+  __m256i t[kBatch];
+  alignas(32) uint32_t d[kBatch] = {};
+#pragma GCC unroll 8
+  for (int i = 0; i < kBatch; ++i) {
+    if (kFull || i < count) {
+      const uint8_t* record = w + i * p.w_record;
+      const uint8_t* column = x + i * p.x_record;
+#pragma GCC unroll 3
+      for (int line = 18 * i / 8; line < 18 * (i + 1) / 8; ++line) {
+        // Rows follow each other in memory, so what lies ahead is this row or the next.
+        _mm_prefetch(reinterpret_cast<const char*>(w) + kPrefetchBytes + 64 * line, _MM_HINT_T0);
+      }
+      const __m256i scales = _mm256_broadcastsi128_si256(scale_bytes(record));
+      d[i] = load<uint32_t>(record + q4k::kD);
+      s[i] = V::partial_s(record, column, scales);
+      t[i] = partial_t(column, scales);
+    } else {
+      s[i] = t[i] = _mm256_setzero_si256();
+    }
+  }
+  const Halves scale = halves_to_float(_mm256_load_si256(reinterpret_cast<const __m256i*>(d)));
+  const __m256 product = _mm256_mul_ps(scale.low, _mm256_cvtepi32_ps(sums_of_each(s)));
+  const __m256 offset = _mm256_mul_ps(scale.high, _mm256_cvtepi32_ps(sums_of_each(t)));
+  _mm256_storeu_ps(v, _mm256_mul_ps(_mm256_loadu_ps(ds), _mm256_sub_ps(product, offset)));
+}
+
+// One column against all rows.
+template <typename V>
+__attribute__((noinline)) void dot(const MatMul& p, int64_t column) {
+  const uint8_t* x = p.x + column * p.x_column;
+  float* out = p.out + column * p.out_column;
+  alignas(64) float v[kRowGroup][kParkedRecords] = {};
+  alignas(64) float ds[kParkedRecords];
+  for (int64_t row = 0; row < p.rows; row += kRowGroup) {
+    const int rows = static_cast<int>(p.rows - row < kRowGroup ? p.rows - row : kRowGroup);
+    float total[kRowGroup];
+    for (float& each : total) each = p.records == 0 ? 0.0f : -0.0f;
+    for (int64_t first = 0; first < p.records; first += kParkedRecords) {
+      const int count = static_cast<int>(p.records - first < kParkedRecords ? p.records - first : kParkedRecords);
+      const uint8_t* xs = x + first * p.x_record;
+      if (row == 0 || p.records > kParkedRecords) {
+        for (int g = 0; g < kParkedRecords; ++g) ds[g] = g < count ? load<float>(xs + g * p.x_record + q8k::kDs) : 0.0f;
+      }
+      for (int r = 0; r < rows; ++r) {
+        const uint8_t* ws = p.w + (row + r) * p.w_row + first * p.w_record;
+        int g = 0;
+        for (; g + kBatch <= count; g += kBatch) {
+          values_of_batch<V, true>(p, ws + g * p.w_record, xs + g * p.x_record, ds + g, kBatch, &v[r][g]);
+        }
+        if (g < count) {
+          values_of_batch<V, false>(p, ws + g * p.w_record, xs + g * p.x_record, ds + g, count - g, &v[r][g]);
+        }
+      }
+      // The totals of rows past the last are dropped.
+      for (int g = 0; g < count; ++g) {
+        for (int r = 0; r < kRowGroup; ++r) total[r] = jaxquant::add(total[r], v[r][g]);
+      }
+    }
+    for (int r = 0; r < rows; ++r) out[(row + r) * p.out_row] = total[r];
+  }
+}
+
+// -------------------------------------------------------------------------------------------- panel
+
+// One record of kRows rows, ready to be multiplied: lanes are rows.
+template <typename V>
+struct alignas(64) PanelRecord {
+  static constexpr int kRows = 2 * V::kLanes;
+  uint32_t q[kBlock / 4][kRows];     // four consecutive 4-bit elements as bytes
+  uint32_t sc[kSubBlocks][kRows];    // twice, as int16
+  uint32_t m[kSubBlocks][kRows];     // twice, as int16
+  float d[kRows];
+  float dmin[kRows];
+};
+
+JAXQUANT_INLINE void transpose_8x8(__m256i a[8]) {
+  __m256i b[8];
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  __m256i c[8];
+  for (int i = 0; i < 8; i += 4) {
+    c[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+    c[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+    c[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+    c[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm256_permute2x128_si256(c[i], c[i + 4], 0x20);
+    a[i + 4] = _mm256_permute2x128_si256(c[i], c[i + 4], 0x31);
+  }
+}
+
+// Rows past `rows` repeat the last one; their results are never stored.
+template <typename V>
+JAXQUANT_INLINE void pack_record(const uint8_t* w, int64_t w_row, int rows, PanelRecord<V>& panel) {
+  const __m256i low = _mm256_set1_epi8(15);
+  for (int group = 0; group < PanelRecord<V>::kRows; group += 8) {
+    const uint8_t* row[8];
+    for (int r = 0; r < 8; ++r) row[r] = w + (group + r < rows ? group + r : rows - 1) * w_row;
+    const auto store = [group](uint32_t* lanes, __m256i a) {
+      _mm256_store_si256(reinterpret_cast<__m256i*>(lanes + group), a);
+    };
+
+    for (int c = 0; c < 4; ++c) {
+      __m256i packed[8];
+      for (int r = 0; r < 8; ++r) {
+        packed[r] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row[r] + q4k::kQ + 32 * c));
+      }
+      transpose_8x8(packed);
+      for (int j = 0; j < 8; ++j) {
+        store(panel.q[16 * c + j], _mm256_and_si256(packed[j], low));
+        store(panel.q[16 * c + 8 + j], _mm256_and_si256(_mm256_srli_epi16(packed[j], 4), low));
+      }
+    }
+
+    alignas(32) uint32_t d[8];
+    __m128i scales[8];
+    for (int r = 0; r < 8; ++r) {
+      d[r] = load<uint32_t>(row[r] + q4k::kD);
+      scales[r] = scale_bytes(row[r]);
+    }
+    const Halves half = halves_to_float(_mm256_load_si256(reinterpret_cast<const __m256i*>(d)));
+    _mm256_store_ps(panel.d + group, half.low);
+    _mm256_store_ps(panel.dmin + group, half.high);
+    __m256i words[4];  // word i of every row: sc[0..3], sc[4..7], m[0..3], m[4..7]
+    for (int r = 0; r < 4; ++r) words[r] = _mm256_set_m128i(scales[r + 4], scales[r]);
+    const __m256i ab_low = _mm256_unpacklo_epi32(words[0], words[1]);
+    const __m256i ab_high = _mm256_unpackhi_epi32(words[0], words[1]);
+    const __m256i cd_low = _mm256_unpacklo_epi32(words[2], words[3]);
+    const __m256i cd_high = _mm256_unpackhi_epi32(words[2], words[3]);
+    words[0] = _mm256_unpacklo_epi64(ab_low, cd_low);
+    words[1] = _mm256_unpackhi_epi64(ab_low, cd_low);
+    words[2] = _mm256_unpacklo_epi64(ab_high, cd_high);
+    words[3] = _mm256_unpackhi_epi64(ab_high, cd_high);
+    for (int s = 0; s < kSubBlocks; ++s) {
+      const int byte = s % 4;
+      const __m256i spread = _mm256_set_epi8(
+          -1, 12 + byte, -1, 12 + byte, -1, 8 + byte, -1, 8 + byte, -1, 4 + byte, -1, 4 + byte, -1, byte, -1, byte, -1,
+          12 + byte, -1, 12 + byte, -1, 8 + byte, -1, 8 + byte, -1, 4 + byte, -1, 4 + byte, -1, byte, -1, byte);
+      store(panel.sc[s], _mm256_shuffle_epi8(words[s / 4], spread));
+      store(panel.m[s], _mm256_shuffle_epi8(words[2 + s / 4], spread));
+    }
+  }
+}
+
+// totals[c * kRows + r] += v of `records` records of the panel's rows and kColumns columns at x, in order.
+template <typename V, int kColumns>
+__attribute__((noinline)) void tile(const PanelRecord<V>* panel, int records, const uint8_t* x, int64_t x_column,
+                                    int64_t x_record, float* totals) {
+  constexpr int kRows = PanelRecord<V>::kRows;
+  for (int g = 0; g < records; ++g) {
+    const PanelRecord<V>& record = panel[g];
+    const uint8_t* column[kColumns];
+    for (int c = 0; c < kColumns; ++c) column[c] = x + c * x_column + g * x_record;
+
+    typename V::Int s[kColumns][2];
+    typename V::Int t[kColumns][2];
+    for (int c = 0; c < kColumns; ++c) s[c][0] = s[c][1] = t[c][0] = t[c][1] = V::zero();
+    for (int b = 0; b < kSubBlocks; ++b) {
+      // Eight products of at most 2 * 15 * 128 stay within int16.
+      typename V::Int sum[kColumns][2];
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; ++j) {
+        const typename V::Int w0 = V::load(record.q[8 * b + j]);
+        const typename V::Int w1 = V::load(record.q[8 * b + j] + V::kLanes);
+#pragma GCC unroll 8
+        for (int c = 0; c < kColumns; ++c) {
+          const typename V::Int activation = V::broadcast(column[c] + q8k::kQ + kSubBlock * b + 4 * j);
+          if (j == 0) {
+            sum[c][0] = V::maddubs(w0, activation);
+            sum[c][1] = V::maddubs(w1, activation);
+          } else {
+            sum[c][0] = V::add16(sum[c][0], V::maddubs(w0, activation));
+            sum[c][1] = V::add16(sum[c][1], V::maddubs(w1, activation));
+          }
+          V::pin(sum[c][0]);
+          V::pin(sum[c][1]);
+        }
+      }
+      const typename V::Int sc0 = V::load(record.sc[b]);
+      const typename V::Int sc1 = V::load(record.sc[b] + V::kLanes);
+      const typename V::Int m0 = V::load(record.m[b]);
+      const typename V::Int m1 = V::load(record.m[b] + V::kLanes);
+#pragma GCC unroll 8
+      for (int c = 0; c < kColumns; ++c) {
+        s[c][0] = V::add32(s[c][0], V::madd(sum[c][0], sc0));
+        s[c][1] = V::add32(s[c][1], V::madd(sum[c][1], sc1));
+        // Both 16-bit sums of the sub-block times m: exact for any bytes in bsum.
+        const typename V::Int bsum = V::broadcast(column[c] + q8k::kBsum + 4 * b);
+        t[c][0] = V::add32(t[c][0], V::madd(bsum, m0));
+        t[c][1] = V::add32(t[c][1], V::madd(bsum, m1));
+      }
+    }
+    for (int i = 0; i < 2; ++i) {
+      const typename V::Float d = V::load_float(record.d + i * V::kLanes);
+      const typename V::Float dmin = V::load_float(record.dmin + i * V::kLanes);
+      for (int c = 0; c < kColumns; ++c) {
+        const typename V::Float p = V::mul(d, V::to_float(s[c][i]));
+        const typename V::Float n = V::mul(dmin, V::to_float(t[c][i]));
+        const typename V::Float v = V::mul(V::splat(load<float>(column[c] + q8k::kDs)), V::sub(p, n));
+        float* total = totals + c * kRows + i * V::kLanes;
+        V::store_float(total, V::add(V::load_float(total), v));
+      }
+    }
+  }
+}
+
+template <typename V>
+using Tile = void (*)(const PanelRecord<V>*, int, const uint8_t*, int64_t, int64_t, float*);
+
+// tiles[c] is the tile of c columns.
+template <typename V, int... kColumns>
+constexpr Tile<V> tile_of(int columns, std::integer_sequence<int, kColumns...>) {
+  constexpr Tile<V> tiles[] = {tile<V, kColumns + 1>...};
+  return tiles[columns - 1];
+}
+
+constexpr int kPanelRecords = 16;   // of a panel that many columns share: it stays in the L2 cache
+constexpr int kFewColumns = 64;     // up to here one record is packed and used at once, in the L1 cache
+
+template <typename V>
+struct Scratch {
+  PanelRecord<V> panel[kPanelRecords];
+  alignas(64) float totals[kFewColumns * PanelRecord<V>::kRows];
+};
+
+template <typename V>
+Scratch<V>& scratch() {
+  struct Free {
+    void operator()(Scratch<V>* p) const { free(p); }
+  };
+  thread_local std::unique_ptr<Scratch<V>, Free> mine(
+      static_cast<Scratch<V>*>(aligned_alloc(64, sizeof(Scratch<V>))));
+  if (!mine) throw std::bad_alloc();
+  return *mine;
+}
+
+// All columns against the rows from `row` on that fit a panel.
+template <typename V>
+void panel(const MatMul& p, int64_t row) {
+  constexpr int kRows = PanelRecord<V>::kRows;
+  constexpr int kColumns = V::kTileColumns;
+  Scratch<V>& mine = scratch<V>();
+  const int rows = static_cast<int>(p.rows - row < kRows ? p.rows - row : kRows);
+  const uint8_t* w = p.w + row * p.w_row;
+  float* out = p.out + row * p.out_row;
+  const bool few = p.columns <= kFewColumns;
+  const int64_t step = few ? 1 : kPanelRecords;
+
+  if (few) {
+    for (int64_t i = 0; i < p.columns * kRows; ++i) mine.totals[i] = -0.0f;
+  }
+  for (int64_t first = 0; first < p.records; first += step) {
+    const int records = static_cast<int>(p.records - first < step ? p.records - first : step);
+    for (int g = 0; g < records; ++g) pack_record<V>(w + (first + g) * p.w_record, p.w_row, rows, mine.panel[g]);
+    for (int64_t c = 0; c < p.columns; c += kColumns) {
+      const int columns = static_cast<int>(p.columns - c < kColumns ? p.columns - c : kColumns);
+      const Tile<V> multiply_tile = tile_of<V>(columns, std::make_integer_sequence<int, kColumns>());
+      const uint8_t* x = p.x + c * p.x_column + first * p.x_record;
+      float* totals = few ? mine.totals + c * kRows : mine.totals;
+      float* results = out + c * p.out_column;
+      if (!few) {
+        for (int i = 0; i < columns; ++i) {
+          for (int r = 0; r < kRows; ++r) {
+            totals[i * kRows + r] = first == 0 || r >= rows ? -0.0f : results[r * p.out_row + i * p.out_column];
+          }
+        }
+      }
+      multiply_tile(mine.panel, records, x, p.x_column, p.x_record, totals);
+      if (!few || first + records == p.records) {
+        for (int i = 0; i < columns; ++i) {
+          for (int r = 0; r < rows; ++r) results[r * p.out_row + i * p.out_column] = totals[i * kRows + r];
+        }
+      }
+    }
+  }
+}
+
+template <typename V>
+void matmul(const MatMul& p) {
+  // A panel of so few rows would multiply mostly copies of the last one.
+  const bool few_rows = p.rows <= PanelRecord<V>::kRows / 4;
+  if (p.columns == 1 || few_rows || p.records == 0) {
+    for (int64_t c = 0; c < p.columns; ++c) dot<V>(p, c);
+    return;
+  }
+  for (int64_t row = 0; row < p.rows; row += PanelRecord<V>::kRows) panel<V>(p, row);
+}
+
+}  // namespace
+}  // namespace jaxquant

@@ -1,0 +1,206 @@
+"""The native library: where it is, what of it runs here, and which implementation an operation uses."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+
+__all__ = [
+    "BACKENDS",
+    "TARGETS",
+    "Status",
+    "force_isa",
+    "selected_backend",
+    "status",
+    "supported_isas",
+    "use_backend",
+    "use_isa",
+]
+
+#: Names of the FFI targets, for ``jax.export``'s ``DisabledSafetyCheck.custom_call``.
+TARGETS = ("jaxquant_quantize_v1", "jaxquant_quantized_dot_v1")
+
+#: ``auto`` takes the native kernels where they exist, the others force one implementation.
+BACKENDS = ("auto", "native", "fallback")
+
+
+class Status(NamedTuple):
+    """What the operations run on in this process.
+
+    Attributes:
+        library: path of the native library, or None.
+        problem: why there is no native library, or None.
+        isa: instruction set of the CPU kernels in use, or None.
+        supported_isas: the instruction sets that this library and this CPU share, the best first.
+        backend: the selected backend, one of `BACKENDS`.
+        cpu: ``"native"`` or ``"fallback"``: what an operation traced now lowers to on CPU.
+        other_platforms: the same for every other platform.
+    """
+
+    library: str | None
+    problem: str | None
+    isa: str | None
+    supported_isas: tuple[str, ...]
+    backend: str
+    cpu: str
+    other_platforms: str
+
+
+class _Library(NamedTuple):
+    path: str | None
+    handle: ctypes.CDLL | None
+    problem: str | None
+
+
+def _from_environment(name: str, default: str, accepted: tuple[str, ...]) -> str:
+    value = os.environ.get(name, default)
+    if value not in accepted:
+        raise ValueError(f"environment variable {name} is {value!r}, wanted one of {', '.join(accepted)}")
+    return value
+
+
+@functools.cache
+def _load() -> _Library:
+    # The library counts as a submodule, so that wheels and editable installs are both found.
+    spec = importlib.util.find_spec("jaxquant.libjaxquant")
+    if spec is None or spec.origin is None:
+        return _Library(None, None, "jaxquant was imported from a tree without its compiled library")
+    try:
+        handle = ctypes.CDLL(spec.origin)
+    except OSError as error:
+        return _Library(spec.origin, None, str(error))
+    handle.jaxquant_isa.restype = ctypes.c_char_p
+    handle.jaxquant_supported_isa.restype = ctypes.c_char_p
+    handle.jaxquant_supported_isa.argtypes = [ctypes.c_int]
+    handle.jaxquant_force_isa.argtypes = [ctypes.c_char_p]
+    for target in TARGETS:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, target)), platform="cpu")
+    return _Library(spec.origin, handle, None)
+
+
+@functools.cache
+def _warn_of_missing_library(problem: str) -> None:
+    warnings.warn(
+        f"jaxquant runs its slow fallback on CPU: {problem}. Install it with `pip install .` or a wheel.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def runs_native(backend: str, platform: str, operation: str) -> bool:
+    """Whether ``operation``, bound with ``backend``, lowers to a native kernel on ``platform``."""
+    if backend == "fallback":
+        return False
+    library = _load()
+    if platform == "cpu" and library.handle is not None:
+        return True
+    if backend == "native":
+        why = library.problem if platform == "cpu" else f"it has no kernels for platform {platform!r}"
+        raise NotImplementedError(f"{operation}: backend 'native' was asked for, but {why}")
+    if platform == "cpu" and library.problem is not None:
+        _warn_of_missing_library(library.problem)
+    return False
+
+
+_environment_backend = _from_environment("JAXQUANT_BACKEND", "auto", BACKENDS)
+_backend: contextvars.ContextVar[str] = contextvars.ContextVar("jaxquant_backend", default=_environment_backend)
+
+
+def selected_backend() -> str:
+    """The backend of operations traced now, one of `BACKENDS`."""
+    return _backend.get()
+
+
+@contextlib.contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """Force the implementation of operations traced in the ``with`` block.
+
+    A function jitted outside keeps the implementation it was traced with. The environment variable
+    ``JAXQUANT_BACKEND`` sets the initial value.
+
+    Args:
+        backend: ``"auto"``, ``"native"`` (an error where there is no kernel) or ``"fallback"``.
+
+    Raises:
+        ValueError: for any other name.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> with jq.use_backend("fallback"):
+        ...     jq.quantize(jnp.ones((1, 256), jnp.float32)).shape
+        (1, 292)
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, wanted one of {', '.join(BACKENDS)}")
+    token = _backend.set(backend)
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+def supported_isas() -> tuple[str, ...]:
+    """The instruction sets that the library and this CPU share, the best first; empty without a library."""
+    handle = _load().handle
+    names: list[str] = []
+    while handle is not None and (name := handle.jaxquant_supported_isa(len(names))) is not None:
+        names.append(name.decode())
+    return tuple(names)
+
+
+def force_isa(isa: str) -> None:
+    """Run the CPU kernels of ``isa`` from the next call on, compiled programs included.
+
+    Raises:
+        ValueError: if the library or this CPU does not have it.
+    """
+    handle = _load().handle
+    if handle is None or handle.jaxquant_force_isa(isa.encode()):
+        raise ValueError(f"instruction set {isa!r} is not to be had here; there are {supported_isas()}")
+
+
+@contextlib.contextmanager
+def use_isa(isa: str) -> Iterator[None]:
+    """Run the CPU kernels of ``isa`` in the ``with`` block; process-wide, for tests and benchmarks."""
+    handle = _load().handle
+    before = handle.jaxquant_isa().decode() if handle is not None else ""
+    force_isa(isa)
+    try:
+        yield
+    finally:
+        force_isa(before)
+
+
+def status() -> Status:
+    """What this process runs and why.
+
+    Example:
+        >>> import jaxquant as jq
+        >>> jq.status().cpu in ("native", "fallback")
+        True
+    """
+    library = _load()
+    backend = selected_backend()
+    native = library.handle is not None and backend != "fallback"
+    return Status(
+        library.path,
+        library.problem,
+        library.handle.jaxquant_isa().decode() if library.handle is not None else None,
+        supported_isas(),
+        backend,
+        "native" if native else "fallback",
+        "fallback",
+    )
+
+
+if "JAXQUANT_ISA" in os.environ and _load().handle is not None:
+    force_isa(os.environ["JAXQUANT_ISA"])

@@ -1,0 +1,36 @@
+"""Checks that both operations share; every message names the operand, what came and what was wanted."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from jaxquant.quant import RecordFormat
+
+__all__ = ["check_array", "check_format"]
+
+
+def check_format(operation: str, name: str, value: object, wanted: RecordFormat) -> None:
+    if not isinstance(value, RecordFormat):
+        raise TypeError(
+            f"{operation}: {name} must be the record format {wanted!r}, got {value!r} of type {type(value).__name__}"
+        )
+    if value is not wanted:
+        raise ValueError(f"{operation}: {name} accepts only {wanted!r}, got {value!r}")
+
+
+def check_array(operation: str, name: str, value: object, dtype: np.dtype, last: int) -> None:  # type: ignore[type-arg]
+    """Check that ``value`` is an array of ``dtype`` and shape (G, last)."""
+    if not isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(
+            f"{operation}: {name} must be a jax.Array or numpy.ndarray of dtype {dtype}, got {type(value).__name__}"
+        )
+    if value.dtype != dtype:
+        raise TypeError(f"{operation}: {name} has dtype {value.dtype}, wanted {dtype}")
+    if value.ndim != 2 or value.shape[1] != last:
+        hint = "; map further axes with jax.vmap" if value.ndim > 2 else ""
+        raise ValueError(f"{operation}: {name} has shape {_shape(value)}, wanted (G, {last}){hint}")
+
+
+def _shape(value: jax.Array | np.ndarray) -> str:  # type: ignore[type-arg]
+    return str(tuple(value.shape))
