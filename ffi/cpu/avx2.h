@@ -23,7 +23,7 @@ struct Avx2 {
   JAXQUANT_INLINE Int add16(Int a, Int b) { return _mm256_add_epi16(a, b); }
   JAXQUANT_INLINE Int add32(Int a, Int b) { return _mm256_add_epi32(a, b); }
   // Keeps a running sum in its register and its order: GCC would reassociate the chain and spill it.
-  JAXQUANT_INLINE void pin(Int& a) { asm("" : "+x"(a)); }
+  JAXQUANT_INLINE void pin(Int& a) { asm volatile("" : "+x"(a)); }
 
   JAXQUANT_INLINE Float load_float(const float* p) { return _mm256_loadu_ps(p); }
   JAXQUANT_INLINE void store_float(float* p, Float a) { _mm256_storeu_ps(p, a); }
@@ -49,6 +49,7 @@ struct Avx2 {
       const __m256i sc_even = _mm256_shuffle_epi8(scales, _mm256_set1_epi16(static_cast<short>(0x8000 + 2 * c)));
       const __m256i sc_odd = _mm256_shuffle_epi8(scales, _mm256_set1_epi16(static_cast<short>(0x8001 + 2 * c)));
       total = add32(total, add32(madd(products_even, sc_even), madd(products_odd, sc_odd)));
+      pin(total);
     }
     return total;
   }

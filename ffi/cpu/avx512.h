@@ -23,7 +23,7 @@ struct Avx512 {
   JAXQUANT_INLINE Int add16(Int a, Int b) { return _mm512_add_epi16(a, b); }
   JAXQUANT_INLINE Int add32(Int a, Int b) { return _mm512_add_epi32(a, b); }
   // Keeps a running sum in its register and its order: GCC would reassociate the chain and spill it.
-  JAXQUANT_INLINE void pin(Int& a) { asm("" : "+v"(a)); }
+  JAXQUANT_INLINE void pin(Int& a) { asm volatile("" : "+v"(a)); }
 
   JAXQUANT_INLINE Float load_float(const float* p) { return _mm512_loadu_ps(p); }
   JAXQUANT_INLINE void store_float(float* p, Float a) { _mm512_storeu_ps(p, a); }

@@ -25,6 +25,9 @@ constexpr int kRowGroup = 8;        // rows folded together
 constexpr int kParkedRecords = 64;  // values of a row kept before the fold
 constexpr int kPrefetchBytes = 4096;
 
+// As _mm_prefetch, but it stays where it is written: in one burst the compiler would make the loads wait.
+JAXQUANT_INLINE void prefetch(const uint8_t* p) { asm volatile("prefetcht0 %0" : : "m"(*p)); }
+
 // Lane i becomes the sum of the eight lanes of a[i].
 JAXQUANT_INLINE __m256i sums_of_each(const __m256i a[8]) {
   const __m256i b0 = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
@@ -32,10 +35,17 @@ JAXQUANT_INLINE __m256i sums_of_each(const __m256i a[8]) {
   return _mm256_add_epi32(_mm256_permute2x128_si256(b0, b1, 0x20), _mm256_permute2x128_si256(b0, b1, 0x31));
 }
 
-// sc[8], m[8] as bytes.
-JAXQUANT_INLINE __m128i scale_bytes(const uint8_t* record) {
-  const Q4KScales scales = q4k_scales(record);
-  return _mm_set_epi64x(static_cast<long long>(scales.m), static_cast<long long>(scales.sc));
+// sc[8], m[8] as bytes, of one record in each half. As q4k_scales, in vectors.
+JAXQUANT_INLINE __m256i scale_bytes(const uint8_t* low, const uint8_t* high) {
+  const __m256i words = _mm256_inserti128_si256(
+      _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(low))),
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(high)), 1);  // d and dmin, a, b, c
+  const __m256i acbc = _mm256_shuffle_epi32(words, 0b11101101);
+  const __m256i bits_low = _mm256_and_si256(
+      _mm256_srlv_epi32(acbc, _mm256_setr_epi32(0, 0, 0, 4, 0, 0, 0, 4)),
+      _mm256_set1_epi64x(0x0F0F0F0F3F3F3F3F));
+  const __m256i aabb = _mm256_srli_epi32(_mm256_shuffle_epi32(words, 0b10100101), 2);
+  return _mm256_or_si256(bits_low, _mm256_and_si256(aabb, _mm256_set1_epi64x(0x3030303000000000)));
 }
 
 // Eight int32 partial sums whose total is T of one pair of records, for any bytes in bsum.
@@ -59,29 +69,33 @@ JAXQUANT_INLINE Halves halves_to_float(__m256i pairs) {
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(packed)), _mm256_cvtph_ps(_mm256_extracti128_si256(packed, 1))};
 }
 
-// v of `count` <= 8 consecutive records of one row and one column.
+// v of `count` <= 8 consecutive records of one row and one column; the rest of v is left undefined.
 template <typename V, bool kFull>
 JAXQUANT_INLINE void values_of_batch(const MatMul& p, const uint8_t* w, const uint8_t* x, const float* ds, int count,
                                      float* v) {
   __m256i s[kBatch];
   __m256i t[kBatch];
   alignas(32) uint32_t d[kBatch] = {};
-#pragma GCC unroll 8
-  for (int i = 0; i < kBatch; ++i) {
-    if (kFull || i < count) {
-      const uint8_t* record = w + i * p.w_record;
-      const uint8_t* column = x + i * p.x_record;
+#pragma GCC unroll 4
+  for (int i = 0; i < kBatch; i += 2) {
+    if (!kFull && i >= count) {
+      s[i] = s[i + 1] = t[i] = t[i + 1] = _mm256_setzero_si256();
+      continue;
+    }
+    const int next = kFull || i + 1 < count ? 1 : 0;
+    const uint8_t* record[2] = {w + i * p.w_record, w + (i + next) * p.w_record};
+    const uint8_t* column[2] = {x + i * p.x_record, x + (i + next) * p.x_record};
+    const __m256i scales = scale_bytes(record[0], record[1]);
+    const __m256i scales_of[2] = {_mm256_permute2x128_si256(scales, scales, 0x00),
+                                  _mm256_permute2x128_si256(scales, scales, 0x11)};
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; ++k) {
+      // Rows follow each other in memory, so what lies ahead is this row or the next.
 #pragma GCC unroll 3
-      for (int line = 18 * i / 8; line < 18 * (i + 1) / 8; ++line) {
-        // Rows follow each other in memory, so what lies ahead is this row or the next.
-        _mm_prefetch(reinterpret_cast<const char*>(w) + kPrefetchBytes + 64 * line, _MM_HINT_T0);
-      }
-      const __m256i scales = _mm256_broadcastsi128_si256(scale_bytes(record));
-      d[i] = load<uint32_t>(record + q4k::kD);
-      s[i] = V::partial_s(record, column, scales);
-      t[i] = partial_t(column, scales);
-    } else {
-      s[i] = t[i] = _mm256_setzero_si256();
+      for (int line = 18 * (i + k) / 8; line < 18 * (i + k + 1) / 8; ++line) prefetch(w + kPrefetchBytes + 64 * line);
+      d[i + k] = load<uint32_t>(record[k] + q4k::kD);
+      s[i + k] = V::partial_s(record[k], column[k], scales_of[k]);
+      t[i + k] = partial_t(column[k], scales_of[k]);
     }
   }
   const Halves scale = halves_to_float(_mm256_load_si256(reinterpret_cast<const __m256i*>(d)));
@@ -182,16 +196,12 @@ JAXQUANT_INLINE void pack_record(const uint8_t* w, int64_t w_row, int rows, Pane
     }
 
     alignas(32) uint32_t d[8];
-    __m128i scales[8];
-    for (int r = 0; r < 8; ++r) {
-      d[r] = load<uint32_t>(row[r] + q4k::kD);
-      scales[r] = scale_bytes(row[r]);
-    }
+    for (int r = 0; r < 8; ++r) d[r] = load<uint32_t>(row[r] + q4k::kD);
     const Halves half = halves_to_float(_mm256_load_si256(reinterpret_cast<const __m256i*>(d)));
     _mm256_store_ps(panel.d + group, half.low);
     _mm256_store_ps(panel.dmin + group, half.high);
     __m256i words[4];  // word i of every row: sc[0..3], sc[4..7], m[0..3], m[4..7]
-    for (int r = 0; r < 4; ++r) words[r] = _mm256_set_m128i(scales[r + 4], scales[r]);
+    for (int r = 0; r < 4; ++r) words[r] = scale_bytes(row[r], row[r + 4]);
     const __m256i ab_low = _mm256_unpacklo_epi32(words[0], words[1]);
     const __m256i ab_high = _mm256_unpackhi_epi32(words[0], words[1]);
     const __m256i cd_low = _mm256_unpacklo_epi32(words[2], words[3]);
