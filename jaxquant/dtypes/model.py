@@ -1,0 +1,113 @@
+"""The metaclass that keeps the model's own members out of its subclasses' reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Special methods that identity, immutability and pickling stand on; a subclass has no say in them.
+_OWNED_SPECIAL = frozenset(
+    [
+        "__class__",
+        "__new__",
+        "__getattribute__",
+        "__setattr__",
+        "__delattr__",
+        "__eq__",
+        "__ne__",
+        "__hash__",
+        "__copy__",
+        "__deepcopy__",
+        "__replace__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__getstate__",
+        "__setstate__",
+        "__getnewargs__",
+        "__getnewargs_ex__",
+    ]
+)
+# What a subclass is asked to supply.
+_HOOKS = frozenset({"structure_extension", "validate"})
+# A structure names its class by module and qualified name; the bases decide what the members mean.
+_CLASS_IDENTITY = frozenset({"__module__", "__qualname__", "__name__", "__bases__", "_abstract"})
+
+_model_classes: set[type] = set()
+_open = True
+
+
+class ModelMeta(type):
+    """Classes made while `jaxquant.dtypes` is imported are the model's; those made later extend it."""
+
+    def __new__(
+        mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
+    ) -> ModelMeta:
+        if _open:
+            cls = super().__new__(mcls, name, bases, namespace, **kwargs)
+            _model_classes.update((mcls, cls))
+            return cls
+        if mcls not in _model_classes:
+            raise TypeError(f"class {name}: the metaclass {mcls.__name__} is not the model's")
+        cls = super().__new__(mcls, name, bases, namespace, **kwargs)
+        _check_extension(cls)
+        return cls
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        _check_class_change(cls, name)
+        super().__setattr__(name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        _check_class_change(cls, name)
+        super().__delattr__(name)
+
+
+def close_model() -> None:
+    """Freeze the model's classes; called once, when all of them and the built-ins exist."""
+    global _open
+    _open = False
+
+
+def owned_members(cls: type) -> frozenset[str]:
+    """The names that belong to the model in a class and its subclasses."""
+    own = {
+        name
+        for base in cls.__mro__
+        if base in _model_classes
+        for name in vars(base)
+        if not (name.startswith("__") and name.endswith("__")) or name == "__repr__"
+    }
+    return frozenset(own - _HOOKS) | _OWNED_SPECIAL
+
+
+def is_model_class(cls: type) -> bool:
+    return cls in _model_classes
+
+
+def is_model_instance(value: object) -> bool:
+    """Whether a value's class was made by the model's own metaclass, not by one that skips its checks."""
+    return type(type(value)) in _model_classes
+
+
+def _check_extension(cls: type) -> None:
+    if type(cls.__module__) is not str:
+        raise TypeError(f"class {cls.__qualname__}: __module__ must be a string")
+    owned = set(owned_members(cls))
+    shadowed: set[str] = set()
+    for base in cls.__mro__:
+        if base in _model_classes:
+            owned -= vars(base).keys()
+        elif base is not object:
+            shadowed |= owned & vars(base).keys()
+        if base is not cls and vars(base).get("__final__"):
+            raise TypeError(f"class {cls.__qualname__}: {base.__qualname__} is final")
+    if shadowed:
+        names = ", ".join(sorted(shadowed))
+        raise TypeError(f"class {cls.__qualname__} shadows what belongs to the model: {names}")
+
+
+def _check_class_change(cls: type, name: str) -> None:
+    if _open:
+        return
+    if cls in _model_classes:
+        raise AttributeError(f"{cls.__qualname__} is frozen: cannot set or delete {name!r}")
+    if name in _CLASS_IDENTITY or name in owned_members(cls):
+        raise AttributeError(f"{name!r} of {cls.__qualname__} belongs to the model: cannot set or delete it")
