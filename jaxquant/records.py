@@ -170,9 +170,9 @@ def dequantize(r: _A, format: RecordFormat) -> _A:  # noqa: A002
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> records = jq.quantize(jnp.full((1, 256), 127.0), format=jq.quant.q8_k)
-        >>> jq.records.dequantize(records, jq.quant.q8_k)[0, :3]
-        Array([127., 127., 127.], dtype=float32)
+        >>> r = jnp.zeros((1, 292), jnp.uint8).at[0, 3:5].set(jnp.array([0x40, 3], jnp.uint8))
+        >>> jq.records.dequantize(r, jq.quant.q8_k)[0, :2]  # ds = 2 and q[0] = 3
+        Array([6., 0.], dtype=float32)
     """
     _check_records("r", r, format)
     if isinstance(r, np.ndarray):
