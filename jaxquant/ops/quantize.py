@@ -23,7 +23,7 @@ quantize_p = Primitive("quantize")
 quantize_p.def_impl(functools.partial(xla.apply_primitive, quantize_p))
 
 
-def quantize(values: jax.Array, format: RecordFormat = q8_k) -> jax.Array:  # noqa: A002
+def quantize(values: jax.Array, format: RecordFormat = q8_k) -> jax.Array:
     """Quantize blocks of 256 floats to q8_k records.
 
     Each row is one block. Its extreme ``e`` is the signed element of largest magnitude, the minimum on a
