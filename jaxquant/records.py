@@ -71,7 +71,7 @@ class Statistics(NamedTuple):
 _FIELDS: dict[RecordFormat, type[Q4K] | type[Q8K]] = {q4_k: Q4K, q8_k: Q8K}
 
 
-def unpack(r: Array, format: RecordFormat) -> Q4K | Q8K:  # noqa: A002
+def unpack(r: Array, format: RecordFormat) -> Q4K | Q8K:
     """Decode records into their named fields, as new arrays.
 
     Args:
@@ -97,7 +97,7 @@ def unpack(r: Array, format: RecordFormat) -> Q4K | Q8K:  # noqa: A002
     return _unpack(r, format) if isinstance(r, np.ndarray) else _unpack_jax(r, format)
 
 
-def pack(fields: Q4K | Q8K, format: RecordFormat) -> Array:  # noqa: A002
+def pack(fields: Q4K | Q8K, format: RecordFormat) -> Array:
     """Encode fields as record bytes; the inverse of ``unpack``.
 
     Args:
@@ -148,7 +148,7 @@ def pack(fields: Q4K | Q8K, format: RecordFormat) -> Array:  # noqa: A002
     return cast("jax.Array", _pack_jax(fields, format))
 
 
-def dequantize(r: _A, format: RecordFormat) -> _A:  # noqa: A002
+def dequantize(r: _A, format: RecordFormat) -> _A:
     """The 256 values of each record, exact to the bit.
 
     Args:
@@ -180,7 +180,7 @@ def dequantize(r: _A, format: RecordFormat) -> _A:  # noqa: A002
     return cast("jax.Array", _dequantize_jax(r, format))
 
 
-def validate_records(r: Array, format: RecordFormat) -> None:  # noqa: A002
+def validate_records(r: Array, format: RecordFormat) -> None:
     """Return None if every record is legal, else say which is not, and why. Reads values on the host.
 
     Args:
@@ -324,7 +324,7 @@ def _written(value: Array, field: Field, lead: tuple[int, ...]) -> Array:
     return lax.bitcast_convert_type(value, jnp.uint8).reshape(shape)
 
 
-def _unpack(r: Array, format: RecordFormat) -> Q4K | Q8K:  # noqa: A002
+def _unpack(r: Array, format: RecordFormat) -> Q4K | Q8K:
     if format is q8_k:
         return Q8K(*(_read(r, field) for field in q8_k.fields))
     xp, lead = _namespace(r), r.shape[:-1]
@@ -340,7 +340,7 @@ def _unpack(r: Array, format: RecordFormat) -> Q4K | Q8K:  # noqa: A002
     )
 
 
-def _pack(fields: Q4K | Q8K, format: RecordFormat) -> Array:  # noqa: A002
+def _pack(fields: Q4K | Q8K, format: RecordFormat) -> Array:
     xp, lead = _namespace(*fields), fields[0].shape
     if isinstance(fields, Q8K):
         values = zip(q8_k.fields, fields, strict=True)
@@ -363,7 +363,7 @@ _pack_jax = partial(jax.jit, static_argnums=1)(_pack)
 # Values
 
 
-def _dequantize(r: HostArray, format: RecordFormat) -> HostArray:  # noqa: A002
+def _dequantize(r: HostArray, format: RecordFormat) -> HostArray:
     fields = _unpack(r, format)
     with np.errstate(all="ignore"):
         if isinstance(fields, Q8K):
@@ -375,7 +375,7 @@ def _dequantize(r: HostArray, format: RecordFormat) -> HostArray:  # noqa: A002
 
 
 @partial(jax.jit, static_argnums=1)
-def _dequantize_jax(r: jax.Array, format: RecordFormat) -> jax.Array:  # noqa: A002
+def _dequantize_jax(r: jax.Array, format: RecordFormat) -> jax.Array:
     fields = _unpack(r, format)
     if isinstance(fields, Q8K):
         bits = float32.multiply(_bits(fields.ds)[..., None], _int_bits(fields.q))
@@ -430,7 +430,7 @@ def _explain_jax(w: jax.Array, x: jax.Array) -> Statistics:
 # Checks
 
 
-def _check_format(format: object) -> None:  # noqa: A002
+def _check_format(format: object) -> None:
     if not isinstance(format, RecordFormat):
         raise TypeError(
             f"format: got {format!r} of type {type(format).__name__}, "
@@ -449,7 +449,7 @@ def _check_array(name: str, value: Array, dtype: np.dtype[Any]) -> None:
         raise TypeError(f"{name}: got dtype {value.dtype}, want {dtype.name}")
 
 
-def _check_records(name: str, r: Array, format: RecordFormat) -> None:  # noqa: A002
+def _check_records(name: str, r: Array, format: RecordFormat) -> None:
     _check_format(format)
     _check_array(name, r, np.dtype(np.uint8))
     if r.ndim == 0 or r.shape[-1] != format.record_bytes:
