@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeGuard, TypeVar, cast
+from weakref import WeakSet
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from jaxquant.dtypes import registry
 from jaxquant.dtypes.extents import exact_int, exact_str
 from jaxquant.dtypes.facts import FLOAT_FACTS, FloatFacts, HasFloatFacts
-from jaxquant.dtypes.model import ModelMeta, is_model_class, is_model_instance, owned_members
+from jaxquant.dtypes.model import ModelMeta, is_accepted, is_model_class, owned_members
 from jaxquant.dtypes.rules import RepresentationRule, is_complete_rule
 from jaxquant.dtypes.structure import (
     Structure,
@@ -31,14 +32,14 @@ _FIELDS = "_DType__fields"
 _REPRESENTATION = "_DType__representation"
 # Inside DType the name Any is the built-in category.
 NumpyDType: TypeAlias = np.dtype[Any]
+_concrete: WeakSet[type] = WeakSet()
+
 _T = TypeVar("_T")
 _D = TypeVar("_D", bound="DType")
 
 
 class DTypeMeta(ModelMeta):
     """Reads `abstract=` in a class statement, and makes construction one transaction."""
-
-    _abstract: bool
 
     def __new__(
         mcls,
@@ -58,11 +59,12 @@ class DTypeMeta(ModelMeta):
             raise TypeError(
                 f"class {name}: a concrete dtype is a DTypeCategory, a SimpleDType or a CompoundDType"
             )
-        type.__setattr__(cls, "_abstract", abstract)
+        if not abstract:
+            _concrete.add(cls)
         return cls
 
     def __call__(cls: type[_T], *args: Any, **kwargs: Any) -> _T:  # noqa: N805
-        if cast(DTypeMeta, cls)._abstract:
+        if cls not in _concrete:
             raise TypeError(
                 f"{cls.__qualname__} is abstract: its class statement does not say abstract=False"
             )
@@ -492,7 +494,7 @@ class CompoundDType(DType):
 
 def is_kind(value: object, kind: type[_D]) -> TypeGuard[_D]:
     """isinstance by the real class: a false `__class__` does not pass."""
-    return issubclass(type(value), kind) and is_model_instance(value)
+    return issubclass(type(value), kind) and is_accepted(type(value))
 
 
 def is_registered(value: object, kind: type[_D]) -> TypeGuard[_D]:
@@ -643,10 +645,8 @@ def _restore(name: str, structure: Structure) -> DType:
     try:
         found = DType.from_name(name)
     except LookupError:
-        defined = dict(field for field in structure if len(field) == 2).get("class", "unknown")
-        raise LookupError(
-            f"the pickle holds the dtype {name!r}, which is not registered here (its class: {defined})"
-        ) from None
+        hint = next((f"; its class: {value}" for label, value in structure if label == "class"), "")
+        raise LookupError(f"the pickled dtype {name!r} is not registered here{hint}") from None
     difference = first_difference(structure, found.structure())
     if difference is not None:
         raise ValueError(f"the pickled dtype {name!r} is not the one registered here: {difference}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar, cast
+from weakref import WeakSet
+
+_T = TypeVar("_T")
 
 # Special methods that identity, immutability and pickling stand on; a subclass has no say in them.
 _OWNED_SPECIAL = frozenset(
@@ -29,9 +32,12 @@ _OWNED_SPECIAL = frozenset(
 # What a subclass is asked to supply.
 _HOOKS = frozenset({"structure_extension", "validate"})
 # A structure names its class by module and qualified name; the bases decide what the members mean.
-_CLASS_IDENTITY = frozenset({"__module__", "__qualname__", "__name__", "__bases__", "_abstract"})
+_CLASS_IDENTITY = frozenset({"__module__", "__qualname__", "__name__", "__bases__"})
 
 _model_classes: set[type] = set()
+_metaclasses: set[type] = set()
+# Every class that has passed the checks below: one made behind the metaclass's back is missing.
+_accepted: WeakSet[type] = WeakSet()
 _open = True
 
 
@@ -41,15 +47,21 @@ class ModelMeta(type):
     def __new__(
         mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
     ) -> ModelMeta:
-        if _open:
-            cls = super().__new__(mcls, name, bases, namespace, **kwargs)
-            _model_classes.update((mcls, cls))
-            return cls
-        if mcls not in _model_classes:
+        if not _open and mcls not in _metaclasses:
             raise TypeError(f"class {name}: the metaclass {mcls.__name__} is not the model's")
         cls = super().__new__(mcls, name, bases, namespace, **kwargs)
-        _check_extension(cls)
+        if _open:
+            _metaclasses.add(mcls)
+            _model_classes.add(cls)
+        else:
+            _check_extension(cls)
+        _accepted.add(cls)
         return cls
+
+    def __call__(cls: type[_T], *args: Any, **kwargs: Any) -> _T:
+        if not is_accepted(cls):
+            raise TypeError(f"{cls.__qualname__} was made without the model's checks")
+        return cast(_T, super().__call__(*args, **kwargs))  # type: ignore[misc]
 
     def __setattr__(cls, name: str, value: object) -> None:
         _check_class_change(cls, name)
@@ -82,9 +94,9 @@ def is_model_class(cls: type) -> bool:
     return cls in _model_classes
 
 
-def is_model_instance(value: object) -> bool:
-    """Whether a value's class was made by the model's own metaclass, not by one that skips its checks."""
-    return type(type(value)) in _model_classes
+def is_accepted(cls: type) -> bool:
+    """Whether a class was made by the model's own metaclass and passed its checks."""
+    return type(cls) in _metaclasses and cls in _accepted
 
 
 def _check_extension(cls: type) -> None:

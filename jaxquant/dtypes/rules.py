@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard, TypeVar, cast, final
 
 from jaxquant.dtypes.extents import Whole, WholeExtent
-from jaxquant.dtypes.model import ModelMeta, is_model_instance, owned_members
+from jaxquant.dtypes.model import ModelMeta, is_accepted, owned_members
 from jaxquant.dtypes.structure import Structure, class_identity, first_difference, freeze_extension
 from jaxquant.layout import IntTree, Layout, tree_product
 
@@ -217,7 +217,7 @@ class LevelExtent(RepresentationRule):
 
 def is_complete_rule(value: object) -> TypeGuard[RepresentationRule]:
     """Whether a value is a rule whose construction has ended."""
-    return issubclass(type(value), RepresentationRule) and is_model_instance(value) and _is_sealed(value)
+    return issubclass(type(value), RepresentationRule) and is_accepted(type(value)) and _is_sealed(value)
 
 
 def _is_sealed(rule: object) -> bool:

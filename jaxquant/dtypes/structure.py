@@ -52,10 +52,10 @@ def class_identity(cls: type) -> str:
 
 def first_difference(theirs: object, ours: object, path: str = "") -> str | None:
     """Where two structures first differ, as "bits: 17 there, 16 here", or None where they are the same."""
-    if type(theirs) is not tuple or type(ours) is not tuple:
+    left, right = _as_tuple(theirs), _as_tuple(ours)
+    if left is None or right is None:
         same = _same_type(theirs, ours) and theirs == ours
-        return None if same else f"{path or 'structure'}: {theirs!r} there, {ours!r} here"
-    left, right = cast("tuple[object, ...]", theirs), cast("tuple[object, ...]", ours)
+        return None if same else f"{path or 'structure'}: {_shown(theirs)} there, {_shown(ours)} here"
     if _is_scalar(left) or _is_scalar(right):
         return None if left == right else f"{path}: {_shown(left)} there, {_shown(right)} here"
     if left[:1] == ("tuple",) == right[:1]:
@@ -74,6 +74,10 @@ def first_difference(theirs: object, ours: object, path: str = "") -> str | None
     return None
 
 
+def _as_tuple(value: Any) -> tuple[object, ...] | None:
+    return cast("tuple[object, ...]", value) if type(value) is tuple else None
+
+
 def _same_type(a: Any, b: Any) -> bool:
     return type(a) is type(b)
 
@@ -83,10 +87,12 @@ def _is_field(value: tuple[object, ...]) -> bool:
 
 
 def _is_scalar(value: tuple[object, ...]) -> bool:
-    return _is_field(value) and value[0] in ("bool", "float") and type(value[1]) is str
+    return _is_field(value) and value[0] in ("bool", "float")
 
 
-def _shown(value: tuple[object, ...]) -> str:
-    if _is_scalar(value):
-        return str(value[1] if value[0] == "bool" else float.fromhex(str(value[1])))
+def _shown(value: object) -> str:
+    """A value as it was before freezing, as far as a tag tells."""
+    parts = _as_tuple(value)
+    if parts is not None and _is_scalar(parts):
+        return str(parts[1] if parts[0] == "bool" else float.fromhex(str(parts[1])))
     return repr(value)
