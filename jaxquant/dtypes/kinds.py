@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # Slots of DType that the functions below write: their names are mangled, so that a subclass may use its own.
 _FIELDS = "_DType__fields"
+_NAME = "_DType__name"
 _REPRESENTATION = "_DType__representation"
 # Inside DType the name Any is the built-in category.
 NumpyDType: TypeAlias = np.dtype[Any]
@@ -283,7 +284,7 @@ class DType(metaclass=DTypeMeta):
         return _restore, (self.__name, self.__structure)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({getattr(self, '_DType__name', '<not constructed>')!r})"
+        return f"{type(self).__name__}({getattr(self, _NAME, '<not constructed>')!r})"
 
 
 class DTypeCategory(DType, abstract=False):
@@ -499,7 +500,7 @@ def is_kind(value: object, kind: type[_D]) -> TypeGuard[_D]:
 
 def is_registered(value: object, kind: type[_D]) -> TypeGuard[_D]:
     """Whether a value is the registered holder of its name and of this kind."""
-    return is_kind(value, kind) and registry.holder(getattr(value, "_DType__name", None)) is value
+    return is_kind(value, kind) and registry.holder(getattr(value, _NAME, None)) is value
 
 
 def is_sealed(dtype: DType) -> bool:
@@ -595,7 +596,7 @@ def begin(
         raise TypeError(f"{type(dtype).__qualname__} is no {kind.__name__}")
     if is_sealed(dtype):
         raise AttributeError(f"{dtype!r} is immutable: cannot construct it again")
-    if hasattr(dtype, "_DType__name"):
+    if hasattr(dtype, _NAME):
         raise TypeError(f"the constructor of {dtype!r} calls the model's constructor twice")
     exact = exact_str(name)
     if not exact:
@@ -604,7 +605,7 @@ def begin(
     common = [("kind", kind.__name__), ("class", class_identity(type(dtype))), ("name", exact)]
     enclosing = ("supertype", None if supertype is None else supertype.structure())
     object.__setattr__(dtype, _FIELDS, (*common, enclosing, *fields))
-    object.__setattr__(dtype, "_DType__name", exact)
+    object.__setattr__(dtype, _NAME, exact)
     object.__setattr__(dtype, "_DType__supertype", supertype)
     object.__setattr__(dtype, _REPRESENTATION, None)
 
@@ -617,7 +618,7 @@ def add_field(dtype: DType, label: str, value: object) -> None:
 
 def claim_representation(dtype: DType, representation: Hashable) -> None:
     """Ask that no other descriptor may have this representation."""
-    registry.check_free(dtype.name, representation)
+    registry.check_free(getattr(dtype, _NAME), representation)
     object.__setattr__(dtype, _REPRESENTATION, representation)
 
 
@@ -637,7 +638,7 @@ def _finish(dtype: DType) -> None:
     object.__setattr__(dtype, "_DType__structure", structure)
     object.__setattr__(dtype, "_DType__sealed", True)
     numpy_dtype = dtype.numpy_dtype if is_kind(dtype, SimpleDType) else None
-    registry.publish(dtype, dtype.name, getattr(dtype, _REPRESENTATION), numpy_dtype)
+    registry.publish(dtype, getattr(dtype, _NAME), getattr(dtype, _REPRESENTATION), numpy_dtype)
 
 
 def _restore(name: str, structure: Structure) -> DType:

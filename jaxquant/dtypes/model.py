@@ -20,7 +20,6 @@ _OWNED_SPECIAL = frozenset(
         "__hash__",
         "__copy__",
         "__deepcopy__",
-        "__replace__",
         "__reduce__",
         "__reduce_ex__",
         "__getstate__",
@@ -61,6 +60,8 @@ class ModelMeta(type):
     def __call__(cls: type[_T], *args: Any, **kwargs: Any) -> _T:
         if not is_accepted(cls):
             raise TypeError(f"{cls.__qualname__} was made without the model's checks")
+        # A mixin may have changed since the class was made.
+        _check_extension(cls)
         return cast(_T, super().__call__(*args, **kwargs))  # type: ignore[misc]
 
     def __setattr__(cls, name: str, value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -206,6 +207,34 @@ class TestHostileSubclasses:
 
         name = fresh()
         assert Extension(name, bits=8, supertype=DType.Any).greet() == name.upper()
+
+    def test_a_mixin_that_changes_later_is_refused_at_construction(self):
+        class Mixin:
+            pass
+
+        class Extension(Mixin, SimpleDType, abstract=False):
+            pass
+
+        Mixin.bits = 3
+        name = fresh()
+        with pytest.raises(TypeError, match="shadows"):
+            Extension(name, bits=8, supertype=DType.Any)
+        assert is_free(name)
+
+    def test_a_dataclass_may_be_a_rule(self):
+        @dataclasses.dataclass(eq=False)
+        class Rule(RepresentationRule):
+            limit: int
+
+            def structure_extension(self):
+                return (self.limit,)
+
+            def validate(self, context):
+                pass
+
+        assert Rule(3) == Rule(3) != Rule(4)
+        with pytest.raises(AttributeError, match="immutable"):
+            Rule(3).limit = 4
 
     def test_a_metaclass_cannot_skip_the_checks(self):
         class Evil(type(DType)):
