@@ -46,11 +46,10 @@ def decode_int2(packed: jax.Array) -> jax.Array:
 
 
 def _decode(packed: jax.Array, bits: int) -> jax.Array:
-    shifts = np.arange(0, 8, bits, dtype=np.int64).astype(np.uint8)
-    # The field goes to the top of the byte, and an arithmetic shift brings it back with its sign.
-    top = packed[..., None] << (np.uint8(8 - bits) - shifts)
-    fields = jax.lax.bitcast_convert_type(top, jnp.int8) >> np.int8(8 - bits)
-    return fields.reshape(*packed.shape[:-1], packed.shape[-1] * len(shifts))
+    # Each field in turn goes to the top of the byte; an arithmetic shift brings it back with its sign.
+    fields = [packed << np.uint8(8 - bits - start) for start in range(0, 8, bits)]
+    tops = jax.lax.bitcast_convert_type(jnp.stack(fields, axis=-1), jnp.int8)
+    return (tops >> np.int8(8 - bits)).reshape(*packed.shape[:-1], packed.shape[-1] * len(fields))
 
 
 def decode_q4_k(weights: jax.Array) -> jax.Array:
