@@ -5,14 +5,16 @@ The rest of the package uses public modules only (`jax`, `jax.ffi`, `jax.extend`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax._src import checkify
 from jax.sharding import PartitionSpec
 
-__all__ = ["leading_spec", "result_aval", "to_common_varying"]
+__all__ = ["add_user_check", "leading_spec", "result_aval", "to_common_varying"]
 
 
 def leading_spec(aval: Any, axis: int) -> Any:
@@ -39,3 +41,27 @@ def to_common_varying(*operands: jax.Array) -> list[jax.Array]:
         jax.lax.pcast(x, tuple(union - own), to="varying") if union - own else x
         for x, own in zip(operands, varying, strict=True)
     ]
+
+
+def add_user_check(primitive: Any, failed: Callable[[jax.Array], jax.Array], message: str) -> None:
+    """Let ``checkify`` with ``errors=user_checks`` see where ``failed(result)`` is true.
+
+    Unlike `checkify.check` inside a function, this leaves no trace in programs that checkify never sees.
+    ``{index}`` in the message becomes the index of the first failure.
+    """
+
+    def rule(*args: Any, **params: Any) -> tuple[Any, Any]:
+        head = 0 if isinstance(args[0], checkify.Error) else 1  # since jax 0.12 a context comes first
+        context, (error, enabled, *operands) = args[:head], args[head:]
+        result = primitive.bind(*operands, **params)
+        if checkify.FailedCheckError in enabled:
+            where = failed(result)
+            first = jnp.sum(jnp.cumsum(where.reshape(-1)) == 0)
+            index = jnp.unravel_index(first, where.shape)
+            text = ", ".join(f"{{{axis}}}" for axis in range(len(index)))
+            shown = message.replace("{index}", text if len(index) == 1 else f"({text})")
+            failure = checkify.FailedCheckError(checkify.get_traceback(), shown, *index)
+            error = checkify.assert_func(*context, error, where.any(), failure)
+        return error, result
+
+    checkify.error_checks[primitive] = rule

@@ -9,6 +9,7 @@ Source: sections 2 and 3 of the record contract (``docs/numerics.md``).
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -313,7 +314,13 @@ def _read(r: Array, field: Field) -> Array:
     data = r[..., field.start : field.stop]
     if isinstance(data, np.ndarray):
         return data.copy().view(field.dtype).reshape(shape)
-    return lax.bitcast_convert_type(data.reshape(shape if size == 1 else (*shape, size)), field.dtype)
+    # Not one bitcast: one that changes the width cannot be exported with symbolic sizes.
+    unsigned = np.dtype(f"u{size}")
+    split = data.reshape(*shape, size).astype(unsigned)
+    joined = functools.reduce(
+        jnp.bitwise_or, [split[..., i] << np.array(8 * i, unsigned) for i in range(size)]
+    )
+    return lax.bitcast_convert_type(joined, field.dtype)
 
 
 def _written(value: Array, field: Field, lead: tuple[int, ...]) -> Array:
@@ -321,7 +328,10 @@ def _written(value: Array, field: Field, lead: tuple[int, ...]) -> Array:
     shape = (*lead, field.stop - field.start)
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value[..., None]).view(np.uint8).reshape(shape)
-    return lax.bitcast_convert_type(value, jnp.uint8).reshape(shape)
+    unsigned = np.dtype(f"u{field.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(value, unsigned)
+    split = [(bits >> np.array(8 * i, unsigned)).astype(jnp.uint8) for i in range(field.dtype.itemsize)]
+    return jnp.stack(split, axis=-1).reshape(shape)
 
 
 def _unpack(r: Array, format: RecordFormat) -> Q4K | Q8K:
@@ -378,17 +388,26 @@ def _dequantize(r: HostArray, format: RecordFormat) -> HostArray:
 def _dequantize_jax(r: jax.Array, format: RecordFormat) -> jax.Array:
     fields = _unpack(r, format)
     if isinstance(fields, Q8K):
-        bits = float32.multiply(_bits(fields.ds)[..., None], _int_bits(fields.q))
+        bits = float32.multiply(float32_bits(fields.ds)[..., None], _int_bits(fields.q))
         return lax.bitcast_convert_type(bits, jnp.float32)
     # Plain float32 is safe here, unlike anywhere else. Both products are exact in any order, being integers
     # of at most 21 bits times 2**k with k >= -24: fused or not, there is one rounding, and no subnormal.
-    d, dmin = (lax.bitcast_convert_type(_bits(half), jnp.float32)[..., None] for half in fields[:2])
+    d, dmin = (lax.bitcast_convert_type(float32_bits(half), jnp.float32)[..., None] for half in fields[:2])
     scale, offset = d * fields.sc.astype(jnp.float32), dmin * fields.m.astype(jnp.float32)
     q = fields.q.reshape(*scale.shape, 32).astype(jnp.float32)
     return (scale[..., None] * q - offset[..., None]).reshape(fields.q.shape)
 
 
-def _bits(x: Array) -> jax.Array:
+def float_steps(
+    d: jax.Array, dmin: jax.Array, ds: jax.Array, S: jax.Array, T: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The contract's p, n and v as float32 bits; d, dmin and ds are float32 bits, S and T int32."""
+    p = float32.multiply(d, float32.from_int32(S))
+    n = float32.multiply(dmin, float32.from_int32(T))
+    return p, n, float32.multiply(ds, float32.subtract(p, n))
+
+
+def float32_bits(x: Array) -> jax.Array:
     """The float32 bits of a float32 or float16 array."""
     if x.dtype == jnp.float16:
         return float32.from_float16(lax.bitcast_convert_type(x, jnp.uint16))
@@ -421,10 +440,8 @@ def _explain(w: HostArray, x: HostArray) -> Statistics:
 def _explain_jax(w: jax.Array, x: jax.Array) -> Statistics:
     a, b = cast("Q4K", _unpack(w, q4_k)), cast("Q8K", _unpack(x, q8_k))
     S, T = _sums(a, b)
-    p = float32.multiply(_bits(a.d), _int_bits(S))
-    n = float32.multiply(_bits(a.dmin), _int_bits(T))
-    v = float32.multiply(_bits(b.ds), float32.subtract(p, n))
-    return Statistics(S, T, *(lax.bitcast_convert_type(step, jnp.float32) for step in (p, n, v)))
+    steps = float_steps(float32_bits(a.d), float32_bits(a.dmin), float32_bits(b.ds), S, T)
+    return Statistics(S, T, *(lax.bitcast_convert_type(step, jnp.float32) for step in steps))
 
 
 # Checks

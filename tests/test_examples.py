@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import jaxquant.gguf
+from jaxquant import selftest
 from jaxquant.__main__ import main
 from jaxquant.examples import demo, ggml, int4_dot
 
@@ -303,7 +304,7 @@ def test_the_example_runs(capsys):
     ]
 
 
-@pytest.mark.parametrize("module", [ggml, int4_dot], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [ggml, int4_dot, selftest], ids=lambda module: module.__name__)
 def test_doctests(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

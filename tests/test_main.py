@@ -166,6 +166,20 @@ def test_the_float64_dot_is_the_dot_without_rounding(rng):
         assert abs(Fraction(float(got)) - sum(terms)) <= 8 * 2.0**-53 * float(sum(map(abs, terms)))
 
 
+def test_selftest_dots_are_seldom_hidden_by_nan():
+    cases = [case for group in selftest._cases().values() for case in group if case.operation != "quantize"]
+    assert {"GEMV", "GEMM", "dot"} == {case.operation for case in cases}
+    for case in cases:
+        assert np.isfinite(case.wanted).mean() > 0.4
+    patterns = [
+        case.operands[0][..., :4].reshape(-1, 2, 2) for case in cases if case.operands[0].size > 1 << 20
+    ]
+    assert len(patterns) == 2
+    for halves in patterns:
+        d, dmin = halves.copy().view(np.uint16)[..., 0].T
+        assert len(np.unique(d)) == len(np.unique(dmin)) == 65536
+
+
 @pytest.mark.parametrize("kind", [name for name, _ in selftest._blocks(np.random.default_rng(0), 1)])
 def test_selftest_data_is_what_it_says(kind):
     values = dict(selftest._blocks(np.random.default_rng(1), 50))[kind]

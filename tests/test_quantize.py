@@ -40,7 +40,11 @@ CONTRACT = {
     "negative zeros": (np.full(256, -0.0, np.float32), 0x00000000, [0] * 256),
     "tie takes the minimum": (block(1, -1), 0x3C010204, [127, -127] + [0] * 254),
     "all ones": (np.ones(256, np.float32), 0xBC010204, [-127] * 256),
-    "halves go to even": (block(-127, 0.5, 1.5, 2.5, -0.5, -1.5), 0x3F800000, [-127, 0, 2, 2, 0, -2] + [0] * 250),
+    "halves go to even": (
+        block(-127, 0.5, 1.5, 2.5, -0.5, -1.5),
+        0x3F800000,
+        [-127, 0, 2, 2, 0, -2] + [0] * 250,
+    ),
     "ramp": (
         np.arange(-128, 128).astype(np.float32),
         0x3F810204,
@@ -88,7 +92,9 @@ def test_poison_makes_every_dot_nan(rng):
     assert np.isnan(jax.vmap(jq.quantized_dot, (0, None))(w, records)).all()
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: lambda x: jax.vmap(f)(x[None])], ids=["eager", "jit", "vmap"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, lambda f: lambda x: jax.vmap(f)(x[None])], ids=["eager", "jit", "vmap"]
+)
 class TestErrors:
     @pytest.mark.parametrize(
         ("shape", "message"),
@@ -103,7 +109,9 @@ class TestErrors:
         with pytest.raises(ValueError, match=message):
             wrap(jq.quantize)(jnp.zeros(shape, jnp.float32))
 
-    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.bool, ml_dtypes.float8_e4m3fn])
+    @pytest.mark.parametrize(
+        "dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.bool, ml_dtypes.float8_e4m3fn]
+    )
     def test_dtype(self, wrap, dtype):
         with pytest.raises(TypeError, match=rf"quantize: values has dtype {np.dtype(dtype)}, wanted float32"):
             wrap(jq.quantize)(jnp.zeros((2, 256), dtype))
@@ -126,10 +134,29 @@ def test_foreign_format(format):
 
 
 def test_wrong_format():
-    with pytest.raises(ValueError, match=r"format accepts only jaxquant\.quant\.q8_k, got jaxquant\.quant\.q4_k"):
+    with pytest.raises(
+        ValueError, match=r"format accepts only jaxquant\.quant\.q8_k, got jaxquant\.quant\.q4_k"
+    ):
         jq.quantize(jnp.zeros((1, 256), jnp.float32), format=jq.quant.q4_k)
 
 
 def test_float64_is_refused_under_x64_too():
     with jax.enable_x64(True), pytest.raises(TypeError, match="dtype float64, wanted float32"):
         jq.quantize(jnp.zeros((1, 256), jnp.float64))
+
+
+def test_checkify_names_the_poison_record(rng):
+    from jax.experimental import checkify
+
+    x = exact.blocks(rng, "gaussian", 5)
+    checked = checkify.checkify(jax.jit(jq.quantize), errors=checkify.user_checks)
+    error, _ = checked(x)
+    assert error.get() is None
+    x[3, 9] = np.inf
+    error, records = checked(x)
+    assert "quantize: record 3 is poison" in error.get()
+    np.testing.assert_array_equal(np.asarray(records), exact.quantize(x))
+    error, _ = checkify.checkify(jax.vmap(jq.quantize), errors=checkify.user_checks)(
+        np.stack([x[:2], x[2:4]])
+    )
+    assert "quantize: record (1, 1) is poison" in error.get()

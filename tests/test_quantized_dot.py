@@ -166,7 +166,11 @@ DOT = jq.quantized_dot
 W, X = np.zeros((2, 144), np.uint8), np.zeros((2, 292), np.uint8)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: lambda w, x: jax.vmap(f)(w[None], x[None])], ids=["eager", "jit", "vmap"])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda f: f, jax.jit, lambda f: lambda w, x: jax.vmap(f)(w[None], x[None])],
+    ids=["eager", "jit", "vmap"],
+)
 class TestErrors:
     @pytest.mark.parametrize(
         ("lhs", "rhs", "message"),
@@ -188,38 +192,52 @@ class TestErrors:
     def test_dtype(self, wrap, operand, dtype):
         w, x = jnp.asarray(W), jnp.asarray(X)
         operands = (w.astype(dtype), x) if operand == "lhs" else (w, x.astype(dtype))
-        with pytest.raises(TypeError, match=rf"quantized_dot: {operand} has dtype {np.dtype(dtype)}, wanted uint8"):
+        with pytest.raises(
+            TypeError, match=rf"quantized_dot: {operand} has dtype {np.dtype(dtype)}, wanted uint8"
+        ):
             wrap(DOT)(*operands)
 
 
 @pytest.mark.parametrize("operand", [[[0] * 144], 3, None, b"\0" * 144], ids=["list", "int", "none", "bytes"])
 def test_foreign_operands_are_refused(operand):
-    with pytest.raises(TypeError, match="quantized_dot: lhs must be a jax.Array or numpy.ndarray of dtype uint8"):
+    with pytest.raises(
+        TypeError, match=r"quantized_dot: lhs must be a jax\.Array or numpy\.ndarray of dtype uint8"
+    ):
         jq.quantized_dot(operand, X)
-    with pytest.raises(TypeError, match="quantized_dot: rhs must be a jax.Array or numpy.ndarray of dtype uint8"):
+    with pytest.raises(
+        TypeError, match=r"quantized_dot: rhs must be a jax\.Array or numpy\.ndarray of dtype uint8"
+    ):
         jq.quantized_dot(W, operand)
 
 
-@pytest.mark.parametrize("acc_dtype", [jnp.float32, "float32", np.dtype("f4"), "f", np.float32(1).dtype], ids=repr)
+@pytest.mark.parametrize(
+    "acc_dtype", [jnp.float32, "float32", np.dtype("f4"), "f", np.float32(1).dtype], ids=repr
+)
 def test_acc_dtype_accepts_every_name_of_float32(acc_dtype):
     assert float(jq.quantized_dot(W, X, acc_dtype=acc_dtype)) == 0
 
 
-@pytest.mark.parametrize("acc_dtype", [jnp.float16, jnp.bfloat16, "float64", float, int, None, "nonsense", 3], ids=repr)
+@pytest.mark.parametrize(
+    "acc_dtype", [jnp.float16, jnp.bfloat16, "float64", float, int, None, "nonsense", 3], ids=repr
+)
 def test_acc_dtype_refuses_the_rest(acc_dtype):
-    with pytest.raises(TypeError, match="quantized_dot: acc_dtype is .*wanted float32"):
+    with pytest.raises(TypeError, match=r"quantized_dot: acc_dtype is .*wanted float32"):
         jq.quantized_dot(W, X, acc_dtype=acc_dtype)
 
 
 @pytest.mark.parametrize("name", ["lhs_format", "rhs_format"])
 @pytest.mark.parametrize("format", ["q4_k", None, 4, []], ids=repr)
 def test_foreign_formats(name, format):
-    with pytest.raises(TypeError, match=f"quantized_dot: {name} must be the record format"):
+    with pytest.raises(TypeError, match=rf"quantized_dot: {name} must be the record format"):
         jq.quantized_dot(W, X, **{name: format})
 
 
 def test_formats_in_the_wrong_place():
-    with pytest.raises(ValueError, match=r"lhs_format accepts only jaxquant\.quant\.q4_k, got jaxquant\.quant\.q8_k"):
+    with pytest.raises(
+        ValueError, match=r"lhs_format accepts only jaxquant\.quant\.q4_k, got jaxquant\.quant\.q8_k"
+    ):
         jq.quantized_dot(W, X, lhs_format=jq.quant.q8_k)
-    with pytest.raises(ValueError, match=r"rhs_format accepts only jaxquant\.quant\.q8_k, got jaxquant\.quant\.q4_k"):
+    with pytest.raises(
+        ValueError, match=r"rhs_format accepts only jaxquant\.quant\.q8_k, got jaxquant\.quant\.q4_k"
+    ):
         jq.quantized_dot(W, X, rhs_format=jq.quant.q4_k)

@@ -68,7 +68,9 @@ def test_scan_body_holds_one_call(rng):
 @pytest.mark.parametrize("choice", [True, False])
 def test_cond(rng, implementation, choice):
     w, x = exact.random_q4k(rng, (2, 3)), exact.random_q8k(rng, (3,))
-    f = jax.jit(lambda c: jax.lax.cond(c, lambda: jq.quantized_dot(w[0], x), lambda: jq.quantized_dot(w[1], x)))
+    f = jax.jit(
+        lambda c: jax.lax.cond(c, lambda: jq.quantized_dot(w[0], x), lambda: jq.quantized_dot(w[1], x))
+    )
     with run_on(implementation):
         assert exact.same_bits(np.asarray(f(choice)), exact.dot(w[0 if choice else 1], x))
 

@@ -11,8 +11,6 @@ is sticky. IEEE 754-2019, sections 4.3.1 and 5.4.1.
 
 from __future__ import annotations
 
-from typing import cast
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -209,4 +207,4 @@ def round_to_int8(bits: jax.Array) -> jax.Array:
     magnitude = _i32(jnp.where(exponent > 8, np.uint32(256), _round_half_even(fixed)))
     value = jnp.where((bits & _SIGN) == _ZERO, magnitude, -magnitude)
     value = jnp.clip(value, -128, 127)
-    return cast("jax.Array", jnp.where(_is_nan(bits), np.int32(0), value))
+    return jnp.where(_is_nan(bits), np.int32(0), value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import ctypes
 import functools
 import importlib.util
@@ -111,21 +110,21 @@ def runs_native(backend: str, platform: str, operation: str) -> bool:
     return False
 
 
-_environment_backend = _from_environment("JAXQUANT_BACKEND", "auto", BACKENDS)
-_backend: contextvars.ContextVar[str] = contextvars.ContextVar("jaxquant_backend", default=_environment_backend)
+# A context that JAX counts into the key of its caches: a program traced under one backend serves no other.
+_backend = jax.make_user_context(_from_environment("JAXQUANT_BACKEND", "auto", BACKENDS))
 
 
 def selected_backend() -> str:
     """The backend of operations traced now, one of `BACKENDS`."""
-    return _backend.get()
+    return str(_backend.value)
 
 
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Force the implementation of operations traced in the ``with`` block.
+    """Force the implementation of operations in the ``with`` block, on this thread.
 
-    A function jitted outside keeps the implementation it was traced with. The environment variable
-    ``JAXQUANT_BACKEND`` sets the initial value.
+    Jitted functions are traced anew under another backend. The environment variable ``JAXQUANT_BACKEND``
+    sets the initial value.
 
     Args:
         backend: ``"auto"``, ``"native"`` (an error where there is no kernel) or ``"fallback"``.
@@ -141,11 +140,8 @@ def use_backend(backend: str) -> Iterator[None]:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}, wanted one of {', '.join(BACKENDS)}")
-    token = _backend.set(backend)
-    try:
+    with _backend(backend):
         yield
-    finally:
-        _backend.reset(token)
 
 
 def supported_isas() -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -19,7 +21,7 @@ def check_format(operation: str, name: str, value: object, wanted: RecordFormat)
         raise ValueError(f"{operation}: {name} accepts only {wanted!r}, got {value!r}")
 
 
-def check_array(operation: str, name: str, value: object, dtype: np.dtype, last: int) -> None:  # type: ignore[type-arg]
+def check_array(operation: str, name: str, value: object, dtype: np.dtype[Any], last: int) -> None:
     """Check that ``value`` is an array of ``dtype`` and shape (G, last)."""
     if not isinstance(value, jax.Array | np.ndarray):
         raise TypeError(
@@ -29,8 +31,4 @@ def check_array(operation: str, name: str, value: object, dtype: np.dtype, last:
         raise TypeError(f"{operation}: {name} has dtype {value.dtype}, wanted {dtype}")
     if value.ndim != 2 or value.shape[1] != last:
         hint = "; map further axes with jax.vmap" if value.ndim > 2 else ""
-        raise ValueError(f"{operation}: {name} has shape {_shape(value)}, wanted (G, {last}){hint}")
-
-
-def _shape(value: jax.Array | np.ndarray) -> str:  # type: ignore[type-arg]
-    return str(tuple(value.shape))
+        raise ValueError(f"{operation}: {name} has shape {value.shape}, wanted (G, {last}){hint}")

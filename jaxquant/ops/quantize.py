@@ -55,7 +55,8 @@ def quantize(values: jax.Array, format: RecordFormat = q8_k) -> jax.Array:
     """
     check_format("quantize", "format", format, q8_k)
     check_array("quantize", "values", values, np.dtype(np.float32), q8_k.block_size)
-    return _quantize(values, backend=native.selected_backend())
+    records: jax.Array = _quantize(values, backend=native.selected_backend())
+    return records
 
 
 @functools.partial(jax.jit, static_argnames="backend")
@@ -64,14 +65,18 @@ def _quantize(values: jax.Array, *, backend: str) -> jax.Array:
     return records
 
 
-@quantize_p.def_abstract_eval
 def _abstract_eval(values: Any, *, backend: str) -> Any:
     assert values.dtype == jnp.float32
     assert values.shape[-1] == q8_k.block_size
     spec = [jax_compat.leading_spec(values, axis) for axis in range(values.ndim)]
     if spec[-1] is not None:
-        raise ValueError(f"quantize: the 256 elements of a block may not be sharded, got values {values.str_short()}")
+        raise ValueError(
+            f"quantize: the 256 elements of a block may not be sharded, got values {values.str_short()}"
+        )
     return jax_compat.result_aval(values, (*values.shape[:-1], q8_k.record_bytes), jnp.uint8, spec)
+
+
+quantize_p.def_abstract_eval(_abstract_eval)
 
 
 def _batch(args: Any, dims: Any, *, backend: str) -> Any:
@@ -90,6 +95,18 @@ def _jvp(primals: Any, tangents: Any, *, backend: str) -> Any:
 
 
 ad.primitive_jvps[quantize_p] = _jvp
+
+
+def _poison(records: jax.Array) -> jax.Array:
+    """Which records are poison: those whose ds has the bits 0x7FC00000."""
+    return (records[..., 3] == np.uint8(0x7F)) & (records[..., 2] == np.uint8(0xC0))
+
+
+jax_compat.add_user_check(
+    quantize_p,
+    _poison,
+    "quantize: record {index} is poison: its block holds a NaN or an infinity, or is not zero but below 3.7321948e-37",
+)
 
 
 def _lower(ctx: Any, values: Any, *, backend: str, platform: str) -> Any:

@@ -79,7 +79,8 @@ def quantized_dot(
             f"quantized_dot: lhs and rhs must have the same number of records G, "
             f"got lhs {tuple(lhs.shape)} and rhs {tuple(rhs.shape)}"
         )
-    return _quantized_dot(lhs, rhs, backend=native.selected_backend())
+    result: jax.Array = _quantized_dot(lhs, rhs, backend=native.selected_backend())
+    return result
 
 
 def _check_acc_dtype(acc_dtype: DTypeLike) -> None:
@@ -101,7 +102,6 @@ def _quantized_dot(lhs: jax.Array, rhs: jax.Array, *, backend: str) -> jax.Array
     return result
 
 
-@quantized_dot_p.def_abstract_eval
 def _abstract_eval(
     lhs: Any, rhs: Any, *, lhs_dims: tuple[int, ...], rhs_dims: tuple[int, ...], backend: str
 ) -> Any:
@@ -117,7 +117,7 @@ def _abstract_eval(
                 )
             if specs.get(dim) is None:
                 specs[dim] = spec
-        if dims and leading_record_spec(operand, dims) is not None:
+        if _record_spec(operand, dims) is not None:
             raise ValueError(
                 "quantized_dot: records are added in order, so the record axis and the bytes may not be sharded; "
                 f"got {operand.str_short()}. Reshard the operand first."
@@ -128,7 +128,10 @@ def _abstract_eval(
     )
 
 
-def leading_record_spec(operand: Any, dims: tuple[int, ...]) -> Any:
+quantized_dot_p.def_abstract_eval(_abstract_eval)
+
+
+def _record_spec(operand: Any, dims: tuple[int, ...]) -> Any:
     """The mesh axes over which the record axis or the bytes of an operand are sharded, or None."""
     record = jax_compat.leading_spec(operand, dims.index(-1))
     return record if record is not None else jax_compat.leading_spec(operand, operand.ndim - 1)
