@@ -125,8 +125,8 @@ JAXQUANT_INLINE Q4KScales q4k_scales(const uint8_t* record) {
   const uint32_t c = load<uint32_t>(record + q4k::kScales + 8);
   const uint32_t sc_high = (c & 0x0F0F0F0Fu) | ((a >> 2) & 0x30303030u);
   const uint32_t m_high = ((c >> 4) & 0x0F0F0F0Fu) | ((b >> 2) & 0x30303030u);
-  return {(a & 0x3F3F3F3Fu) | static_cast<uint64_t>(sc_high) << 32,
-          (b & 0x3F3F3F3Fu) | static_cast<uint64_t>(m_high) << 32};
+  return {(a & 0x3F3F3F3Fu) | static_cast<uint64_t>(sc_high) << 32, (b & 0x3F3F3F3Fu) | static_cast<uint64_t>(m_high)
+                                                                                            << 32};
 }
 
 // What one pair of records adds to a dot product.

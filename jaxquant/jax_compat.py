@@ -61,7 +61,8 @@ def add_user_check(primitive: Any, failed: Callable[[jax.Array], jax.Array], mes
             text = ", ".join(f"{{{axis}}}" for axis in range(len(index)))
             shown = message.replace("{index}", text if len(index) == 1 else f"({text})")
             failure = checkify.FailedCheckError(checkify.get_traceback(), shown, *index)
-            error = checkify.assert_func(*context, error, where.any(), failure)
+            assert_func: Any = checkify.assert_func
+            error = assert_func(*context, error, where.any(), failure)
         return error, result
 
     checkify.error_checks[primitive] = rule

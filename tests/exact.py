@@ -174,7 +174,7 @@ def left_fold(v) -> np.ndarray:
     return total
 
 
-def _float_steps(d, dmin, ds, S, T) -> Statistics:  # noqa: N803
+def _float_steps(d, dmin, ds, S, T) -> Statistics:
     assert S.dtype == T.dtype == np.int64
     with np.errstate(all="ignore"):
         p = np.multiply(d, S.astype(np.float32), dtype=np.float32)

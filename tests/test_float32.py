@@ -15,11 +15,13 @@ OPERATIONS = {
     "subtract": (float32.subtract, np.subtract),
     "divide": (float32.divide, np.divide),
 }
+# fmt: off
 SPECIAL = np.array(
-    [0, 1, 2, 0x7FFFFF, 0x800000, 0x800001, 0x33800000, 0x34000000, 0x3EFFFFFF, 0x3F000000, 0x3F7FFFFF]
-    + [0x3F800000, 0x4B000000, 0x4B800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000],
+    [0, 1, 2, 0x7FFFFF, 0x800000, 0x800001, 0x33800000, 0x34000000, 0x3EFFFFFF, 0x3F000000, 0x3F7FFFFF,
+     0x3F800000, 0x4B000000, 0x4B800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000],
     np.uint32,
 )
+# fmt: on
 SPECIAL = np.concatenate([SPECIAL, SPECIAL | np.uint32(1 << 31)])
 
 

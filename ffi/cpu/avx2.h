@@ -11,8 +11,8 @@ namespace {
 struct Avx2 {
   using Int = __m256i;
   using Float = __m256;
-  static constexpr int kLanes = 8;         // of 32 bits
-  static constexpr int kTileColumns = 4;   // two row vectors of int16 sums fit sixteen registers
+  static constexpr int kLanes = 8;        // of 32 bits
+  static constexpr int kTileColumns = 4;  // two row vectors of int16 sums fit sixteen registers
   static constexpr const char* kIsa = "avx2";
 
   JAXQUANT_INLINE Int zero() { return _mm256_setzero_si256(); }
@@ -92,7 +92,8 @@ struct Avx2 {
     // Each 128-bit half of pair_sums[i] adds up to one bsum.
     const Int all = _mm256_hadd_epi16(
         _mm256_hadd_epi16(_mm256_hadd_epi16(pair_sums[0], pair_sums[1]), _mm256_hadd_epi16(pair_sums[2], pair_sums[3])),
-        _mm256_hadd_epi16(_mm256_hadd_epi16(pair_sums[4], pair_sums[5]), _mm256_hadd_epi16(pair_sums[6], pair_sums[7])));
+        _mm256_hadd_epi16(_mm256_hadd_epi16(pair_sums[4], pair_sums[5]),
+                          _mm256_hadd_epi16(pair_sums[6], pair_sums[7])));
     const __m128i even = _mm256_castsi256_si128(all);
     const __m128i odd = _mm256_extracti128_si256(all, 1);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out + q8k::kBsum), _mm_unpacklo_epi16(even, odd));

@@ -6,6 +6,7 @@
 
 namespace jaxquant {
 
-const Kernels kAvx512 = {Avx512::kIsa, quantize<Avx512>, matmul<Avx512>, PanelRecord<Avx512>::kRows, Avx512::kTileColumns};
+const Kernels kAvx512 = {Avx512::kIsa, quantize<Avx512>, matmul<Avx512>, PanelRecord<Avx512>::kRows,
+                         Avx512::kTileColumns};
 
 }  // namespace jaxquant

@@ -21,8 +21,7 @@ bool supported(const Kernels& candidate) {
 // The best first.
 constexpr const Kernels* kAll[] = {
 #if defined(__x86_64__)
-    &kAvx512,
-    &kAvx2,
+    &kAvx512, &kAvx2,
 #endif
     &kPortable};
 

@@ -34,7 +34,7 @@ struct Axes {
 };
 
 // Strides of an operand's axes into `axes`, by `stride` of Axis; returns the stride of the record axis.
-int64_t place(ffi::AnyBuffer::Dimensions shape, ffi::Span<const int64_t> dims, int64_t Axis::*stride, Axes& axes) {
+int64_t place(ffi::AnyBuffer::Dimensions shape, ffi::Span<const int64_t> dims, int64_t Axis::* stride, Axes& axes) {
   int64_t step = shape.back();
   int64_t record = 0;
   for (size_t i = dims.size(); i-- > 0;) {
@@ -132,8 +132,8 @@ ffi::Error quantized_dot(ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::Result<ffi
       std::min(rows.extent, round_up((rows.extent + tasks_of_product - 1) / tasks_of_product, chosen.row_step));
   const int64_t row_blocks = (rows.extent + row_block - 1) / row_block;
   const int64_t column_splits = (tasks_of_product + row_blocks - 1) / row_blocks;
-  const int64_t column_block = std::min(
-      columns.extent, round_up((columns.extent + column_splits - 1) / column_splits, chosen.column_step));
+  const int64_t column_block =
+      std::min(columns.extent, round_up((columns.extent + column_splits - 1) / column_splits, chosen.column_step));
   const int64_t column_blocks = (columns.extent + column_block - 1) / column_block;
 
   const int64_t blocks = products * row_blocks * column_blocks;

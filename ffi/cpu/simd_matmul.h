@@ -37,22 +37,21 @@ JAXQUANT_INLINE __m256i sums_of_each(const __m256i a[8]) {
 
 // sc[8], m[8] as bytes, of one record in each half. As q4k_scales, in vectors.
 JAXQUANT_INLINE __m256i scale_bytes(const uint8_t* low, const uint8_t* high) {
-  const __m256i words = _mm256_inserti128_si256(
-      _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(low))),
-      _mm_loadu_si128(reinterpret_cast<const __m128i*>(high)), 1);  // d and dmin, a, b, c
+  const __m256i words =
+      _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(low))),
+                              _mm_loadu_si128(reinterpret_cast<const __m128i*>(high)), 1);  // d and dmin, a, b, c
   const __m256i acbc = _mm256_shuffle_epi32(words, 0b11101101);
-  const __m256i bits_low = _mm256_and_si256(
-      _mm256_srlv_epi32(acbc, _mm256_setr_epi32(0, 0, 0, 4, 0, 0, 0, 4)),
-      _mm256_set1_epi64x(0x0F0F0F0F3F3F3F3F));
+  const __m256i bits_low = _mm256_and_si256(_mm256_srlv_epi32(acbc, _mm256_setr_epi32(0, 0, 0, 4, 0, 0, 0, 4)),
+                                            _mm256_set1_epi64x(0x0F0F0F0F3F3F3F3F));
   const __m256i aabb = _mm256_srli_epi32(_mm256_shuffle_epi32(words, 0b10100101), 2);
   return _mm256_or_si256(bits_low, _mm256_and_si256(aabb, _mm256_set1_epi64x(0x3030303000000000)));
 }
 
 // Eight int32 partial sums whose total is T of one pair of records, for any bytes in bsum.
 JAXQUANT_INLINE __m256i partial_t(const uint8_t* x, __m256i scales) {
-  const __m256i m = _mm256_shuffle_epi8(
-      scales, _mm256_setr_epi8(8, -1, 8, -1, 9, -1, 9, -1, 10, -1, 10, -1, 11, -1, 11, -1, 12, -1, 12, -1, 13, -1, 13,
-                               -1, 14, -1, 14, -1, 15, -1, 15, -1));
+  const __m256i m =
+      _mm256_shuffle_epi8(scales, _mm256_setr_epi8(8, -1, 8, -1, 9, -1, 9, -1, 10, -1, 10, -1, 11, -1, 11, -1, 12, -1,
+                                                   12, -1, 13, -1, 13, -1, 14, -1, 14, -1, 15, -1, 15, -1));
   return _mm256_madd_epi16(m, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + q8k::kBsum)));
 }
 
@@ -146,9 +145,9 @@ __attribute__((noinline)) void dot(const MatMul& p, int64_t column) {
 template <typename V>
 struct alignas(64) PanelRecord {
   static constexpr int kRows = 2 * V::kLanes;
-  uint32_t q[kBlock / 4][kRows];     // four consecutive 4-bit elements as bytes
-  uint32_t sc[kSubBlocks][kRows];    // twice, as int16
-  uint32_t m[kSubBlocks][kRows];     // twice, as int16
+  uint32_t q[kBlock / 4][kRows];   // four consecutive 4-bit elements as bytes
+  uint32_t sc[kSubBlocks][kRows];  // twice, as int16
+  uint32_t m[kSubBlocks][kRows];   // twice, as int16
   float d[kRows];
   float dmin[kRows];
 };
@@ -212,9 +211,9 @@ JAXQUANT_INLINE void pack_record(const uint8_t* w, int64_t w_row, int rows, Pane
     words[3] = _mm256_unpackhi_epi64(ab_high, cd_high);
     for (int s = 0; s < kSubBlocks; ++s) {
       const int byte = s % 4;
-      const __m256i spread = _mm256_set_epi8(
-          -1, 12 + byte, -1, 12 + byte, -1, 8 + byte, -1, 8 + byte, -1, 4 + byte, -1, 4 + byte, -1, byte, -1, byte, -1,
-          12 + byte, -1, 12 + byte, -1, 8 + byte, -1, 8 + byte, -1, 4 + byte, -1, 4 + byte, -1, byte, -1, byte);
+      const __m256i spread = _mm256_set_epi8(-1, 12 + byte, -1, 12 + byte, -1, 8 + byte, -1, 8 + byte, -1, 4 + byte, -1,
+                                             4 + byte, -1, byte, -1, byte, -1, 12 + byte, -1, 12 + byte, -1, 8 + byte,
+                                             -1, 8 + byte, -1, 4 + byte, -1, 4 + byte, -1, byte, -1, byte);
       store(panel.sc[s], _mm256_shuffle_epi8(words[s / 4], spread));
       store(panel.m[s], _mm256_shuffle_epi8(words[2 + s / 4], spread));
     }
@@ -293,8 +292,8 @@ constexpr Tile<V> tile_of(int columns, std::integer_sequence<int, kColumns...>) 
   return tiles[columns - 1];
 }
 
-constexpr int kPanelRecords = 16;   // of a panel that many columns share: it stays in the L2 cache
-constexpr int kFewColumns = 64;     // up to here one record is packed and used at once, in the L1 cache
+constexpr int kPanelRecords = 16;  // of a panel that many columns share: it stays in the L2 cache
+constexpr int kFewColumns = 64;    // up to here one record is packed and used at once, in the L1 cache
 
 template <typename V>
 struct Scratch {
@@ -307,8 +306,7 @@ Scratch<V>& scratch() {
   struct Free {
     void operator()(Scratch<V>* p) const { free(p); }
   };
-  thread_local std::unique_ptr<Scratch<V>, Free> mine(
-      static_cast<Scratch<V>*>(aligned_alloc(64, sizeof(Scratch<V>))));
+  thread_local std::unique_ptr<Scratch<V>, Free> mine(static_cast<Scratch<V>*>(aligned_alloc(64, sizeof(Scratch<V>))));
   if (!mine) throw std::bad_alloc();
   return *mine;
 }

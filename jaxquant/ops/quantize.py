@@ -54,7 +54,7 @@ def quantize(values: jax.Array, format: RecordFormat = q8_k) -> jax.Array:
     Source: record contract, section 4.
     """
     check_format("quantize", "format", format, q8_k)
-    check_array("quantize", "values", values, np.dtype(np.float32), q8_k.block_size)
+    check_array("quantize", "values", values, "float32", q8_k.block_size)
     records: jax.Array = _quantize(values, backend=native.selected_backend())
     return records
 

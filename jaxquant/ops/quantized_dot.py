@@ -72,8 +72,8 @@ def quantized_dot(
     check_format("quantized_dot", "lhs_format", lhs_format, q4_k)
     check_format("quantized_dot", "rhs_format", rhs_format, q8_k)
     _check_acc_dtype(acc_dtype)
-    check_array("quantized_dot", "lhs", lhs, np.dtype(np.uint8), q4_k.record_bytes)
-    check_array("quantized_dot", "rhs", rhs, np.dtype(np.uint8), q8_k.record_bytes)
+    check_array("quantized_dot", "lhs", lhs, "uint8", q4_k.record_bytes)
+    check_array("quantized_dot", "rhs", rhs, "uint8", q8_k.record_bytes)
     if lhs.shape[0] != rhs.shape[0]:
         raise ValueError(
             f"quantized_dot: lhs and rhs must have the same number of records G, "

@@ -1,0 +1,58 @@
+"""Composites of the two record operations."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxquant.ops.operands import check_kind_and_dtype
+from jaxquant.ops.quantize import quantize
+from jaxquant.ops.quantized_dot import quantized_dot
+from jaxquant.quant import q4_k
+from jaxquant.records import split
+
+__all__ = ["quantized_matmul"]
+
+
+def quantized_matmul(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Multiply activations by the rows of a q4_k matrix: ``x @ dequantize(weights).T``, with x quantized to q8_k.
+
+    Every element has the bits of ``quantized_dot(weights[m], quantize(split(x[...])))``.
+
+    Args:
+        x: float32 [..., K], K a multiple of 256.
+        weights: uint8 [M, G, 144], M rows of G = K / 256 records.
+
+    Returns:
+        float32 [..., M].
+
+    Raises:
+        TypeError: if an operand is no array or has another dtype.
+        ValueError: if K is no multiple of 256, weights has another shape, or K and G disagree.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> weights = jnp.zeros((8, 2, 144), jnp.uint8)
+        >>> jq.quantized_matmul(jnp.ones((3, 5, 512), jnp.float32), weights).shape
+        (3, 5, 8)
+
+    Source: record contract, sections 1, 3 and 4.
+    """
+    check_kind_and_dtype("quantized_matmul", "x", x, "float32")
+    check_kind_and_dtype("quantized_matmul", "weights", weights, "uint8")
+    if weights.ndim != 3 or weights.shape[2] != q4_k.record_bytes:
+        raise ValueError(
+            f"quantized_matmul: weights has shape {weights.shape}, wanted (M, G, {q4_k.record_bytes})"
+        )
+    blocks = split(x)
+    if blocks.shape[-2] != weights.shape[1]:
+        raise ValueError(
+            f"quantized_matmul: x has K = {x.shape[-1]}, that is {blocks.shape[-2]} records, "
+            f"but weights {weights.shape} has G = {weights.shape[1]}"
+        )
+
+    def one(blocks: jax.Array) -> jax.Array:
+        return jax.vmap(quantized_dot, (0, None))(weights, quantize(blocks))
+
+    for _ in range(x.ndim - 1):
+        one = jax.vmap(one)
+    return one(blocks)
