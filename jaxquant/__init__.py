@@ -1,6 +1,5 @@
 """Block-quantized numbers in JAX, exact to the bit."""
 
-from jaxquant import gguf as gguf
 from jaxquant import quant as quant
 from jaxquant import records as records
 from jaxquant.dtypes import BlockScaledDType as BlockScaledDType

@@ -370,14 +370,22 @@ def _half_to_f32_bits(bits: int) -> int:
 # Data
 
 
-def random_q4k(rng: np.random.Generator, shape) -> np.ndarray:
-    """u8 [*shape, 144] of random bits; 65536 records hold every bit pattern of d, and of dmin."""
+def random_q4k(rng: np.random.Generator, shape, finite: float = 0.5) -> np.ndarray:
+    """u8 [*shape, 144] of random bits; 65536 records hold every bit pattern of d, and of dmin.
+
+    A share ``finite`` of the rows of records has no infinity or NaN in d and dmin: one such record
+    makes a whole dot NaN, which then shows nothing.
+    """
     records = rng.integers(0, 256, (*shape, 144), np.uint8)
     count = records.size // 144
     for start in (0, 2):
         patterns = np.resize(rng.permutation(65536), count).reshape(shape)
         records[..., start] = patterns & 255
         records[..., start + 1] = patterns >> 8
+    tamed = rng.random((*shape[:-1], 1)) < finite
+    for high in (1, 3):
+        special = (records[..., high] & 0x7C) == 0x7C
+        records[..., high] ^= np.where(tamed & special, np.uint8(0x40), np.uint8(0))
     return records
 
 

@@ -33,25 +33,30 @@ struct Avx2 {
   JAXQUANT_INLINE Float sub(Float a, Float b) { return _mm256_sub_ps(a, b); }
   JAXQUANT_INLINE Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
 
-  // Eight int32 partial sums whose total is S of one pair of records.
+  // Eight int32 partial sums each whose total is S of two weight records with one activation record.
   // `scales` holds sc[8], m[8] as bytes in both halves.
-  JAXQUANT_INLINE __m256i partial_s(const uint8_t* w, const uint8_t* x, __m256i scales) {
+  JAXQUANT_INLINE void partial_s(const uint8_t* w0, const uint8_t* w1, const uint8_t* x, __m256i scales0,
+                                 __m256i scales1, __m256i& s0, __m256i& s1) {
     const __m256i low = _mm256_set1_epi8(15);
-    __m256i total = _mm256_setzero_si256();
+    s0 = s1 = _mm256_setzero_si256();
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
-      const __m256i packed = load(w + q4k::kQ + 32 * c);
-      const __m256i even = _mm256_and_si256(packed, low);
-      const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(packed, 4), low);
-      const uint8_t* q = x + q8k::kQ + 64 * c;
-      const __m256i products_even = maddubs(even, load(q));
-      const __m256i products_odd = maddubs(odd, load(q + 32));
-      const __m256i sc_even = _mm256_shuffle_epi8(scales, _mm256_set1_epi16(static_cast<short>(0x8000 + 2 * c)));
-      const __m256i sc_odd = _mm256_shuffle_epi8(scales, _mm256_set1_epi16(static_cast<short>(0x8001 + 2 * c)));
-      total = add32(total, add32(madd(products_even, sc_even), madd(products_odd, sc_odd)));
-      pin(total);
+      const __m256i x_even = load(x + q8k::kQ + 64 * c);
+      const __m256i x_odd = load(x + q8k::kQ + 64 * c + 32);
+      const __m256i even = _mm256_set1_epi16(static_cast<short>(0x8000 + 2 * c));
+      const __m256i odd = _mm256_set1_epi16(static_cast<short>(0x8001 + 2 * c));
+      const auto sum = [&](const uint8_t* w, __m256i scales) {
+        const __m256i packed = load(w + q4k::kQ + 32 * c);
+        const __m256i products_even = maddubs(_mm256_and_si256(packed, low), x_even);
+        const __m256i products_odd = maddubs(_mm256_and_si256(_mm256_srli_epi16(packed, 4), low), x_odd);
+        return add32(madd(products_even, _mm256_shuffle_epi8(scales, even)),
+                     madd(products_odd, _mm256_shuffle_epi8(scales, odd)));
+      };
+      s0 = add32(s0, sum(w0, scales0));
+      s1 = add32(s1, sum(w1, scales1));
+      pin(s0);
+      pin(s1);
     }
-    return total;
   }
 
   JAXQUANT_INLINE uint32_t greatest_key(const uint8_t* values) {

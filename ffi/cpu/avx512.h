@@ -38,31 +38,46 @@ struct Avx512 {
                               _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)), 1);
   }
 
-  // Each half holds sc[i] of its own sub-block as int16.
-  JAXQUANT_INLINE Int spread(Int scales, int low, int high) {
-    return _mm512_shuffle_epi8(
-        scales, _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set1_epi16(static_cast<short>(0x8000 + low))),
-                                   _mm256_set1_epi16(static_cast<short>(0x8000 + high)), 1));
+  JAXQUANT_INLINE Int both(__m256i a) { return _mm512_inserti64x4(_mm512_castsi256_si512(a), a, 1); }
+  JAXQUANT_INLINE __m256i halves_sum(Int a) {
+    return _mm256_add_epi32(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
+  }
+  // Picks byte i of every 128-bit lane, as int16: `low` in the lower half of the vector, `high` in the upper.
+  JAXQUANT_INLINE Int picker(int low, int high) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set1_epi16(static_cast<short>(0x8000 + low))),
+                              _mm256_set1_epi16(static_cast<short>(0x8000 + high)), 1);
   }
 
-  // Eight int32 partial sums whose total is S of one pair of records.
+  // Eight int32 partial sums each whose total is S of two weight records with one activation record.
   // `scales` holds sc[8], m[8] as bytes in both halves.
-  JAXQUANT_INLINE __m256i partial_s(const uint8_t* w, const uint8_t* x, __m256i scales) {
+  JAXQUANT_INLINE void partial_s(const uint8_t* w0, const uint8_t* w1, const uint8_t* x, __m256i scales0,
+                                 __m256i scales1, __m256i& s0, __m256i& s1) {
     const Int low = _mm512_set1_epi8(15);
-    const Int all_scales = _mm512_inserti64x4(_mm512_castsi256_si512(scales), scales, 1);
-    Int total = zero();
+    const Int sc0 = both(scales0);
+    const Int sc1 = both(scales1);
+    Int total0 = zero();
+    Int total1 = zero();
 #pragma GCC unroll 2
     for (int c = 0; c < 2; ++c) {
-      const Int packed = load(w + q4k::kQ + 64 * c);
-      const Int even = _mm512_and_si512(packed, low);
-      const Int odd = _mm512_and_si512(_mm512_srli_epi16(packed, 4), low);
       const uint8_t* q = x + q8k::kQ + 128 * c;
-      const Int products_even = maddubs(even, load_two(q, q + 64));
-      const Int products_odd = maddubs(odd, load_two(q + 32, q + 96));
-      total = add32(total, add32(madd(products_even, spread(all_scales, 4 * c, 4 * c + 2)),
-                                 madd(products_odd, spread(all_scales, 4 * c + 1, 4 * c + 3))));
+      const Int x_even = load_two(q, q + 64);
+      const Int x_odd = load_two(q + 32, q + 96);
+      const Int even = picker(4 * c, 4 * c + 2);
+      const Int odd = picker(4 * c + 1, 4 * c + 3);
+      const auto sum = [&](const uint8_t* w, Int sc) {
+        const Int packed = load(w + q4k::kQ + 64 * c);
+        const Int products_even = maddubs(_mm512_and_si512(packed, low), x_even);
+        const Int products_odd = maddubs(_mm512_and_si512(_mm512_srli_epi16(packed, 4), low), x_odd);
+        return add32(madd(products_even, _mm512_shuffle_epi8(sc, even)),
+                     madd(products_odd, _mm512_shuffle_epi8(sc, odd)));
+      };
+      total0 = add32(total0, sum(w0, sc0));
+      total1 = add32(total1, sum(w1, sc1));
+      pin(total0);
+      pin(total1);
     }
-    return _mm256_add_epi32(_mm512_castsi512_si256(total), _mm512_extracti64x4_epi64(total, 1));
+    s0 = halves_sum(total0);
+    s1 = halves_sum(total1);
   }
 
   JAXQUANT_INLINE uint32_t greatest_key(const uint8_t* values) {

@@ -20,10 +20,10 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------- dot
 
-constexpr int kBatch = 8;           // records whose S and T are reduced together
+constexpr int kBatch = 4;           // records of two rows whose S and T are reduced together
 constexpr int kRowGroup = 8;        // rows folded together
-constexpr int kParkedRecords = 64;  // values of a row kept before the fold
-constexpr int kPrefetchBytes = 4096;
+constexpr int kParkedRecords = 64;  // of a row, whose values are kept before the fold
+constexpr int kPrefetchBytes = 2048;
 
 // As _mm_prefetch, but it stays where it is written: in one burst the compiler would make the loads wait.
 JAXQUANT_INLINE void prefetch(const uint8_t* p) { asm volatile("prefetcht0 %0" : : "m"(*p)); }
@@ -68,39 +68,41 @@ JAXQUANT_INLINE Halves halves_to_float(__m256i pairs) {
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(packed)), _mm256_cvtph_ps(_mm256_extracti128_si256(packed, 1))};
 }
 
-// v of `count` <= 8 consecutive records of one row and one column; the rest of v is left undefined.
+// v of `count` <= 4 consecutive records of two rows, which share the loads of x, into v[0] and v[kParkedRecords].
+// `ahead` is memory that will be wanted soon, as much as is read here.
 template <typename V, bool kFull>
-JAXQUANT_INLINE void values_of_batch(const MatMul& p, const uint8_t* w, const uint8_t* x, const float* ds, int count,
-                                     float* v) {
-  __m256i s[kBatch];
-  __m256i t[kBatch];
-  alignas(32) uint32_t d[kBatch] = {};
+JAXQUANT_INLINE void values_of_batch(const MatMul& p, const uint8_t* const w[2], const uint8_t* ahead, const uint8_t* x,
+                                     const float* ds, int count, float* v) {
+  __m256i s[2 * kBatch];
+  __m256i t[2 * kBatch];
+  alignas(32) uint32_t d[2 * kBatch] = {};
 #pragma GCC unroll 4
-  for (int i = 0; i < kBatch; i += 2) {
+  for (int i = 0; i < kBatch; ++i) {
     if (!kFull && i >= count) {
-      s[i] = s[i + 1] = t[i] = t[i + 1] = _mm256_setzero_si256();
+      s[i] = s[kBatch + i] = t[i] = t[kBatch + i] = _mm256_setzero_si256();
       continue;
     }
-    const int next = kFull || i + 1 < count ? 1 : 0;
-    const uint8_t* record[2] = {w + i * p.w_record, w + (i + next) * p.w_record};
-    const uint8_t* column[2] = {x + i * p.x_record, x + (i + next) * p.x_record};
-    const __m256i scales = scale_bytes(record[0], record[1]);
-    const __m256i scales_of[2] = {_mm256_permute2x128_si256(scales, scales, 0x00),
-                                  _mm256_permute2x128_si256(scales, scales, 0x11)};
-#pragma GCC unroll 2
-    for (int k = 0; k < 2; ++k) {
-      // Rows follow each other in memory, so what lies ahead is this row or the next.
-#pragma GCC unroll 3
-      for (int line = 18 * (i + k) / 8; line < 18 * (i + k + 1) / 8; ++line) prefetch(w + kPrefetchBytes + 64 * line);
-      d[i + k] = load<uint32_t>(record[k] + q4k::kD);
-      s[i + k] = V::partial_s(record[k], column[k], scales_of[k]);
-      t[i + k] = partial_t(column[k], scales_of[k]);
-    }
+    const uint8_t* w0 = w[0] + i * p.w_record;
+    const uint8_t* w1 = w[1] + i * p.w_record;
+    const uint8_t* column = x + i * p.x_record;
+    const __m256i scales = scale_bytes(w0, w1);
+    const __m256i scales0 = _mm256_permute2x128_si256(scales, scales, 0x00);
+    const __m256i scales1 = _mm256_permute2x128_si256(scales, scales, 0x11);
+    d[i] = load<uint32_t>(w0 + q4k::kD);
+    d[kBatch + i] = load<uint32_t>(w1 + q4k::kD);
+#pragma GCC unroll 5
+    for (int line = 9 * i / 2; line < 9 * (i + 1) / 2; ++line) prefetch(ahead + 64 * line);
+    V::partial_s(w0, w1, column, scales0, scales1, s[i], s[kBatch + i]);
+    t[i] = partial_t(column, scales0);
+    t[kBatch + i] = partial_t(column, scales1);
   }
   const Halves scale = halves_to_float(_mm256_load_si256(reinterpret_cast<const __m256i*>(d)));
   const __m256 product = _mm256_mul_ps(scale.low, _mm256_cvtepi32_ps(sums_of_each(s)));
   const __m256 offset = _mm256_mul_ps(scale.high, _mm256_cvtepi32_ps(sums_of_each(t)));
-  _mm256_storeu_ps(v, _mm256_mul_ps(_mm256_loadu_ps(ds), _mm256_sub_ps(product, offset)));
+  const __m256 both = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(ds));
+  const __m256 values = _mm256_mul_ps(both, _mm256_sub_ps(product, offset));
+  _mm_storeu_ps(v, _mm256_castps256_ps128(values));
+  _mm_storeu_ps(v + kParkedRecords, _mm256_extractf128_ps(values, 1));
 }
 
 // One column against all rows.
@@ -109,7 +111,10 @@ __attribute__((noinline)) void dot(const MatMul& p, int64_t column) {
   const uint8_t* x = p.x + column * p.x_column;
   float* out = p.out + column * p.out_column;
   alignas(64) float v[kRowGroup][kParkedRecords] = {};
-  alignas(64) float ds[kParkedRecords];
+  alignas(64) float ds[kParkedRecords] = {};
+  // Rows follow each other in memory. They are read two at a time but fetched one after the other, and the
+  // second must be there when the first begins.
+  const int64_t distance = p.records * p.w_record + kPrefetchBytes;
   for (int64_t row = 0; row < p.rows; row += kRowGroup) {
     const int rows = static_cast<int>(p.rows - row < kRowGroup ? p.rows - row : kRowGroup);
     float total[kRowGroup];
@@ -118,16 +123,21 @@ __attribute__((noinline)) void dot(const MatMul& p, int64_t column) {
       const int count = static_cast<int>(p.records - first < kParkedRecords ? p.records - first : kParkedRecords);
       const uint8_t* xs = x + first * p.x_record;
       if (row == 0 || p.records > kParkedRecords) {
-        for (int g = 0; g < kParkedRecords; ++g) ds[g] = g < count ? load<float>(xs + g * p.x_record + q8k::kDs) : 0.0f;
+        for (int g = 0; g < count; ++g) ds[g] = load<float>(xs + g * p.x_record + q8k::kDs);
       }
-      for (int r = 0; r < rows; ++r) {
-        const uint8_t* ws = p.w + (row + r) * p.w_row + first * p.w_record;
-        int g = 0;
-        for (; g + kBatch <= count; g += kBatch) {
-          values_of_batch<V, true>(p, ws + g * p.w_record, xs + g * p.x_record, ds + g, kBatch, &v[r][g]);
-        }
-        if (g < count) {
-          values_of_batch<V, false>(p, ws + g * p.w_record, xs + g * p.x_record, ds + g, count - g, &v[r][g]);
+      for (int r = 0; r < rows; r += 2) {
+        // The last of an odd number of rows is its own partner; its double is dropped.
+        const uint8_t* w = p.w + (row + r) * p.w_row;
+        const int64_t partner = r + 1 < rows ? p.w_row : 0;
+        for (int g = 0; g < count; g += kBatch) {
+          const int64_t at = (first + g) * p.w_record;
+          const uint8_t* pair[2] = {w + at, w + at + partner};
+          const uint8_t* ahead = w + 2 * at + distance;
+          if (g + kBatch <= count) {
+            values_of_batch<V, true>(p, pair, ahead, xs + g * p.x_record, ds + g, kBatch, &v[r][g]);
+          } else {
+            values_of_batch<V, false>(p, pair, ahead, xs + g * p.x_record, ds + g, count - g, &v[r][g]);
+          }
         }
       }
       // The totals of rows past the last are dropped.
