@@ -264,10 +264,16 @@ def test_dot_of_zero_activations_is_zero(rng):
 
 
 def test_random_q4k_covers_every_scale():
-    records = exact.random_q4k(np.random.default_rng(1), (256, 256))
+    records = exact.random_q4k(np.random.default_rng(1), (256, 256), finite=0)
     for start in (0, 2):
         patterns = records[..., start] | records[..., start + 1].astype(np.int64) << 8
         assert len(np.unique(patterns)) == 65536
+
+
+def test_random_q4k_keeps_rows_finite():
+    fields = exact.decode_q4k(exact.random_q4k(np.random.default_rng(1), (400, 64)))
+    finite = (np.isfinite(fields.d) & np.isfinite(fields.dmin)).all(-1)
+    assert 100 < finite.sum() < 300
 
 
 def test_random_q8k_is_legal_and_covers_every_kind_of_scale(rng):
@@ -290,7 +296,7 @@ def test_random_q8k_is_legal_and_covers_every_kind_of_scale(rng):
 
 
 def test_random_dots_tell_the_order_of_the_fold_and_reach_subnormals(rng):
-    v = exact.statistics(exact.random_q4k(rng, (500, 5)), exact.random_q8k(rng, (500, 5))).v
+    v = exact.statistics(exact.random_q4k(rng, (500, 5), finite=0), exact.random_q8k(rng, (500, 5))).v
     fold, backwards = exact.left_fold(v), exact.left_fold(v[:, ::-1])
     finite = np.isfinite(fold)
     assert (fold[finite] != backwards[finite]).mean() > 0.1
