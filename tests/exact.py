@@ -382,7 +382,7 @@ def random_q4k(rng: np.random.Generator, shape, finite: float = 0.5) -> np.ndarr
         patterns = np.resize(rng.permutation(65536), count).reshape(shape)
         records[..., start] = patterns & 255
         records[..., start + 1] = patterns >> 8
-    tamed = rng.random((*shape[:-1], 1)) < finite
+    tamed = rng.random((*shape[:-1], 1) if shape else ()) < finite
     for high in (1, 3):
         special = (records[..., high] & 0x7C) == 0x7C
         records[..., high] ^= np.where(tamed & special, np.uint8(0x40), np.uint8(0))

@@ -131,7 +131,7 @@ class Row:
     """What works.py hands over."""
 
     work, amount, unit = "GEMV", 8e9, "GB/s of weights"
-    differences, notes = {"ggml": 2e-7}, {}  # noqa: RUF012
+    differences, notes = {"ggml": 2e-7}, {}
 
     def __init__(self) -> None:
         self.seconds = {
@@ -177,9 +177,9 @@ def test_disagreement_is_reported(records, differences, found):
     ],
 )
 def test_wrong_arguments(records, capsys, arguments, message):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as error:
         records.parse(arguments)
-    assert exit.value.code == 2
+    assert error.value.code == 2
     assert message in capsys.readouterr().err
 
 
