@@ -1,0 +1,58 @@
+"""The machine's own limits, measured beside the works by code that does nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from measure import Side, fastest
+
+BYTES = 192 * 2**20  # more than any last-level cache that two cores share
+PREFETCH_BYTES = (0, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def build(folder: Path) -> Path | None:
+    """Compile ``limits.cpp`` for this CPU; None, with a message, where there is no working g++."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        print("the machine's limits are not measured: there is no g++", file=sys.stderr)
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / "limits.so"
+    source = Path(__file__).with_suffix(".cpp")
+    options = ("-std=c++17", "-O3", "-march=native", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread")
+    try:
+        subprocess.run([compiler, *options, "-o", library, source], check=True)
+    except subprocess.CalledProcessError:
+        print("the machine's limits are not measured: limits.cpp does not compile here", file=sys.stderr)
+        return None
+    return library
+
+
+class ReadLimit:
+    """Reading memory from DRAM with the prefetch distance that is best here.
+
+    Attributes:
+        side: one call reads `BYTES`.
+        ahead: the prefetch distance, bytes.
+    """
+
+    def __init__(self, library: Path, threads: int, turn_seconds: float) -> None:
+        function = ctypes.CDLL(str(library)).read_bytes
+        function.restype = ctypes.c_uint64
+        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t]
+        room = np.ones(BYTES + 4096, np.uint8)  # written, so that every page exists
+        self._room = room
+        start = -(-room.ctypes.data // 4096) * 4096
+        size = BYTES // (256 * threads) * (256 * threads)
+        sides = {
+            str(ahead): Side(functools.partial(function, start, size, threads, ahead))
+            for ahead in PREFETCH_BYTES
+        }
+        best = fastest(sides, turn_seconds)
+        self.side, self.ahead = sides[best], int(best)
