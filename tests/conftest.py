@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import exact
 import jax
 import numpy as np
 import pytest
@@ -12,20 +13,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def keeps_subnormals() -> bool:
-    """Whether this thread computes with subnormal operands and results, in NumPy's float32 loops."""
-    subnormal_result = np.full(16, 2e-38, np.float32) * np.full(16, 0.25, np.float32)
-    subnormal_operand = np.full(16, 1e-40, np.float32) * np.full(16, 1e10, np.float32)
-    return bool((subnormal_result > 0).all() and (subnormal_operand > 0).all())
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _no_flush_to_zero():
     # A library built with -ffast-math sets FTZ for the whole process when it is loaded, and then
     # the reference flushes just like the bug it should find.
-    assert keeps_subnormals(), "the test process flushes float32 subnormals from the start"
+    assert exact.keeps_subnormals(), "the test process flushes float32 subnormals from the start"
     yield
-    assert keeps_subnormals(), "something left the test process flushing float32 subnormals"
+    assert exact.keeps_subnormals(), "something left the test process flushing float32 subnormals"
 
 
 @pytest.fixture

@@ -69,6 +69,13 @@ def same_bits(a, b) -> bool:
     return bool(same.all())
 
 
+def keeps_subnormals() -> bool:
+    """Whether this thread computes with subnormal operands and results, in NumPy's float32 loops."""
+    subnormal_result = np.full(16, 2e-38, np.float32) * np.full(16, 0.25, np.float32)
+    subnormal_operand = np.full(16, 1e-40, np.float32) * np.full(16, 1e10, np.float32)
+    return bool((subnormal_result > 0).all() and (subnormal_operand > 0).all())
+
+
 def load(name: str) -> dict[str, np.ndarray]:
     """The arrays of ``tests/data/<name>.npz``."""
     with np.load(Path(__file__).parent / "data" / f"{name}.npz") as arrays:

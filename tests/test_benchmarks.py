@@ -188,3 +188,16 @@ def test_arguments(records):
     assert (options.threads, options.only, options.isa) == ([1], ("gemm", "gemv"), ["avx2", "portable"])
     assert options.quick
     assert records.parse(["--threads", "1"]).isa == [None]
+
+
+def test_the_caption_says_how_busy_the_machine_was(records):
+    report = {
+        "machine": {"cpu": "Some CPU", "cores": 2},
+        "versions": {"jax": "0.10.2", "libggml-python": None},
+        "commit": "0123abc",
+        "load": (0.25, 1.0, 1.0),
+        "load at the end": (2.0, 1.0, 1.0),
+    }
+    assert records.caption(report) == (
+        "Some CPU, 2 cores, jax 0.10.2, commit 0123abc, load average 0.2 before and 2.0 after"
+    )

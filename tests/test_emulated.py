@@ -34,7 +34,7 @@ def assert_all_checked(done, isa):
 
 
 def test_kernels_of_this_cpu():
-    isas = native.supported_isas()
+    isas = native.supported_isas() or ("portable",)  # without the library nothing names the others
     done = check_kernels("--isa", *isas, "--records", "1000")
     for isa in isas:
         assert_all_checked(done, isa)

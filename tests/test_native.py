@@ -128,11 +128,9 @@ def test_import_registers_nothing_twice_and_is_silent():
 
 def test_caller_keeps_its_float_environment(rng):
     """Kernels turn flushing off for themselves; neither this thread nor XLA's may see it."""
-    import conftest
-
     x = exact.blocks(rng, "subnormal_ds", 2000)
     np.testing.assert_array_equal(np.asarray(jq.quantize(x)), exact.quantize(x))
-    assert conftest.keeps_subnormals()
+    assert exact.keeps_subnormals()
     flushed = jax.jit(lambda a: (jq.quantize(a), a[0] * np.float32(0.25)))(
         np.full((1, 256), 2e-38, np.float32)
     )[1]

@@ -135,10 +135,12 @@ def _extreme_case(rng: np.random.Generator, m: int, n: int, g: int) -> Case:
 
 
 def _zero_case(rng: np.random.Generator, m: int, n: int, g: int) -> Case:
-    """Sums of zeros, in half of the columns of -0 alone or +0 alone, which no initial +0 may join."""
+    """Zeros of every sign: sums of -0 alone, which no initial +0 may join, and differences of zeros."""
     w, q = exact.random_q4k(rng, (m, g)), rng.integers(-128, 0, (n, g, 256))
     w[..., 1] = 0x3C  # d from 1 to 1.25
     w[..., 2:4] = 0
+    w[1::2, :, [1, 3]] |= rng.choice(np.array([0, 0x80], np.uint8), (m // 2, g, 2))
+    q[1::3] = 0
     negative = np.where(np.arange(n)[:, None] % 2 == 0, rng.random((n, 1)) < 0.5, rng.random((n, g)) < 0.5)
     x = exact.encode_q8k(np.where(negative, np.float32(-0.0), np.float32(0)), q)
     return _matmul_case("matmul zeros", w, x)
