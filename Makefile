@@ -56,7 +56,7 @@ wheel: $(BIN)/python
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 avx512: $(call install,test)
-	$(BIN)/python tests/emulate/check_kernels.py --isa avx512
+	$(BIN)/python tests/emulate/check_kernels.py --isa avx512 --records 100000
 
 lint: $(call install,lint)
 	$(BIN)/ruff check .

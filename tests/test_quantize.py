@@ -83,6 +83,15 @@ def test_any_number_of_records(rng, implementation, count):
     np.testing.assert_array_equal(got, exact.quantize(x))
 
 
+@pytest.mark.parametrize("implementation", [i for i in IMPLEMENTATIONS if i != "fallback"])
+def test_results_beyond_the_caches(rng, implementation):
+    """So many records are written past the caches, whole lines at a time; the last ones are not."""
+    x = np.concatenate([exact.blocks(rng, kind, 251) for kind in (*exact.KINDS, *exact.POISON_KINDS)])
+    times = 60_003 // len(x) + 1
+    many, want = np.tile(x, (times, 1))[:60_003], np.tile(exact.quantize(x), (times, 1))[:60_003]
+    np.testing.assert_array_equal(quantize_on(implementation, many), want)
+
+
 def test_poison_makes_every_dot_nan(rng):
     x = exact.blocks(rng, "gaussian", 3)
     x[1, 200] = np.nan

@@ -25,8 +25,8 @@ struct MatMul {
 
 struct Kernels {
   const char* isa;
-  // float32 [records, 256] to q8_k records, both contiguous, of any alignment.
-  void (*quantize)(const uint8_t* values, uint8_t* out, int64_t records);
+  // float32 [records, 256] to q8_k records, both contiguous, of any alignment; `stream` writes past the caches.
+  void (*quantize)(const uint8_t* values, uint8_t* out, int64_t records, bool stream);
   void (*matmul)(const MatMul& problem);
   // Splitting a matmul between threads at multiples of these wastes nothing.
   int64_t row_step;

@@ -33,7 +33,7 @@ void quantize_record(const uint8_t* values, uint8_t* out) {
   }
 }
 
-void quantize(const uint8_t* values, uint8_t* out, int64_t records) {
+void quantize(const uint8_t* values, uint8_t* out, int64_t records, bool /*stream*/) {
   for (int64_t r = 0; r < records; ++r) {
     quantize_record(values + r * (kBlock * 4), out + r * q8k::kBytes);
   }

@@ -171,15 +171,20 @@ class Checker {
 
   void touched(const Case& each, const char* how) { mismatch(each, how, -1, -1, 0, kUntouched); }
 
-  // In one call, up against the end; then in calls of 1 to 9 blocks, at odd addresses.
+  // In one call, up against the end; past the caches, on a cache line; then in calls of 1 to 9 blocks, at odd addresses.
   void quantize(const Case& each) {
     const int64_t count = each.shape.records;
     const int64_t bytes = each.record_bytes();
     uint8_t* values = copy(each.data, each.value_bytes(), w_.at_end(each.value_bytes()));
     uint8_t* out = out_.at_end(bytes);
     out_.mark(out, bytes);
-    kernels_.quantize(values, out, count);
+    kernels_.quantize(values, out, count, false);
     compare_records(each, "at once", out);
+
+    out = out_.at_start();
+    out_.mark(out, bytes);
+    kernels_.quantize(values, out, count, true);
+    compare_records(each, "past the caches", out);
 
     values = copy(each.data, each.value_bytes(), w_.at_start() + 1);
     out = out_.at_start() + 1;
@@ -187,7 +192,7 @@ class Checker {
     int64_t step = 1;
     for (int64_t first = 0; first < count; first += step, step = step % 9 + 1) {
       step = std::min(step, count - first);
-      kernels_.quantize(values + first * kBlock * 4, out + first * q8k::kBytes, step);
+      kernels_.quantize(values + first * kBlock * 4, out + first * q8k::kBytes, step, step % 2 == 0);
     }
     compare_records(each, "in pieces", out);
   }
