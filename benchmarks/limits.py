@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import functools
+import itertools
 import shutil
 import subprocess
 import sys
@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from measure import Side, fastest
 
-BYTES = 192 * 2**20  # more than any last-level cache that two cores share
+PIECES = 6
+BYTES = 32 * 2**20  # of one piece: milliseconds, long beside starting a thread and short beside a time slice
 PREFETCH_BYTES = (0, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -38,7 +39,7 @@ class ReadLimit:
     """Reading memory from DRAM with the prefetch distance that is best here.
 
     Attributes:
-        side: one call reads `BYTES`.
+        side: one call reads the next of `PIECES` pieces of `BYTES`.
         ahead: the prefetch distance, bytes.
     """
 
@@ -46,12 +47,13 @@ class ReadLimit:
         function = ctypes.CDLL(str(library)).read_bytes
         function.restype = ctypes.c_uint64
         function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t]
-        room = np.ones(BYTES + 4096, np.uint8)  # written, so that every page exists
+        room = np.ones(PIECES * BYTES + 4096, np.uint8)  # written, so that every page exists
         self._room = room
         start = -(-room.ctypes.data // 4096) * 4096
+        pieces = itertools.cycle(range(start, start + PIECES * BYTES, BYTES))
         size = BYTES // (256 * threads) * (256 * threads)
         sides = {
-            str(ahead): Side(functools.partial(function, start, size, threads, ahead))
+            str(ahead): Side(lambda ahead=ahead: function(next(pieces), size, threads, ahead))
             for ahead in PREFETCH_BYTES
         }
         best = fastest(sides, turn_seconds)

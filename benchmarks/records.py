@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     library = limits.build(ROOT / "build" / "benchmarks")
     folder = os.environ.get("GGML_LIB")
     rounds, turn_seconds = (3, 0.005) if options.quick else (15, 0.02)
-    report = {
+    report: dict[str, Any] = {
         "machine": machine(),
         "versions": versions(),
         "commit": commit(),
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.json or ROOT / "benchmarks" / "results" / f"records-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"\nsaved {path}\n\n{table(runs)}")
+    print(f"\nsaved {path}\n\n{table(runs)}\n\n{caption(report)}")
     wrong = list(disagreements(runs))
     for line in wrong:
         print(line, file=sys.stderr)
@@ -140,7 +140,7 @@ def measure(plan: Plan) -> dict[str, Any]:
     if plan.isa and status.isa != plan.isa:
         raise RuntimeError(f"this CPU has no {plan.isa}, only {', '.join(status.supported_isas)}")
     setting = works.Setting.make(plan.threads, plan.rounds, plan.turn_seconds, plan.ggml, plan.limits)
-    run = {
+    run: dict[str, Any] = {
         "threads": plan.threads,
         "cpus": cpus,
         "isa": status.isa,
@@ -159,7 +159,8 @@ def measure(plan: Plan) -> dict[str, Any]:
 def choose_cpus(count: int) -> list[int]:
     """One hardware thread of each core as long as there are cores."""
     cores: set[str] = set()
-    first, others = [], []
+    first: list[int] = []
+    others: list[int] = []
     for cpu in sorted(os.sched_getaffinity(0)):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         core = siblings.read_text() if siblings.exists() else str(cpu)
@@ -236,6 +237,14 @@ def table(runs: list[dict[str, Any]]) -> str:
     lines = [("threads", "ISA", *HEADER), ("--:", "---", "---", *["--:"] * (len(HEADER) - 1))]
     lines += [(str(run["threads"]), run["isa"], *cells(row)) for run in runs for row in run["rows"]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def caption(report: dict[str, Any]) -> str:
+    """Where and with what the table was made, and how busy the machine was."""
+    versions = [f"{name} {version}" for name, version in report["versions"].items() if version]
+    load = f"load average {report['load'][0]:.1f} before and {report['load at the end'][0]:.1f} after"
+    cpu = f"{report['machine']['cpu']}, {report['machine']['cores']} cores"
+    return ", ".join([cpu, *versions, f"commit {report['commit']}", load])
 
 
 def disagreements(runs: list[dict[str, Any]]) -> Iterator[str]:
