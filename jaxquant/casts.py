@@ -244,7 +244,7 @@ def numpy_dtype(dtype: object) -> NumpyDType | None:
             raise TypeError(f"wanted a simple dtype, got {found!r}")
         return found.numpy_dtype
     # The scalar types of jax.numpy are classes that carry their numpy dtype.
-    carried = getattr(dtype, "dtype", None)
+    carried = getattr(dtype, "dtype", None) if isinstance(dtype, type) else None
     found_dtype = carried if isinstance(carried, np.dtype) else dtype
     if isinstance(found_dtype, np.dtype):
         return found_dtype
