@@ -18,7 +18,7 @@ help:
 	@echo "make test-model       the tests on the real model"
 	@echo "make test-matrix      the suite on Python 3.11 with jax 0.10.2 and on 3.13 with the newest jax"
 	@echo "make avx512           the AVX-512 kernels bit for bit, under an emulator where the CPU has none"
-	@echo "make lint             ruff, mypy, clang-format"
+	@echo "make lint             ruff, mypy, pyright, clang-format"
 	@echo "make bench            speed beside ggml and XLA, in one run"
 	@echo "make selftest         the bits on this machine, in seconds"
 
@@ -62,6 +62,7 @@ lint: $(call install,lint)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/clang-format --dry-run --Werror $(wildcard ffi/*.h ffi/cpu/*.h ffi/cpu/*.cpp)
 
 format: $(call install,lint)
