@@ -97,7 +97,7 @@ def _groups(side: str, text: str) -> tuple[Group, ...]:
     for token in re.findall(r"[()]|[^\s()]+", side):
         if token == "(":
             if inside is not None:
-                raise ValueError(f"pattern {text!r} has a group inside {_spell((*inside, '...'))}")
+                raise ValueError(f"pattern {text!r} has a group inside another, after {_quoted(inside)}")
             inside = []
         elif token == ")":
             if inside is None:
@@ -297,10 +297,13 @@ class SwizzledArray:
     def unswizzle(self) -> Array:
         """The dense array without the padding: NumPy or JAX, as the buffer is.
 
+        Raises ValueError where the buffer has lost its shape, because a rearranged axis was mapped.
+
         >>> x = np.arange(15, dtype=np.uint8).reshape(5, 3)
         >>> np.array_equal(f8_4x128(x).unswizzle(), x)
         True
         """
+        _ = self._leading  # refuses a buffer that has lost its shape
         return _move(_restore, self._tiling, self.storage)
 
     def min(self) -> Any:
@@ -361,8 +364,15 @@ class SwizzledArray:
 
     @property
     def _leading(self) -> tuple[int, ...]:
-        shape = self.storage.shape
-        return tuple(shape[: len(shape) - len(self._tiling.pattern.right)])
+        shape = tuple(self.storage.shape)
+        stored = self._tiling.stored
+        count = len(shape) - len(stored)
+        if shape[max(count, 0) :] != stored:
+            raise ValueError(
+                f"storage has shape {shape}, but '{self.pattern}' wants {stored} behind its leading axes: "
+                "was one of its axes mapped or moved?"
+            )
+        return shape[:count]
 
 
 def swizzle(x: Array, pattern: str | Pattern, /, pad: bool = True, **sizes: int) -> SwizzledArray:
@@ -375,7 +385,8 @@ def swizzle(x: Array, pattern: str | Pattern, /, pad: bool = True, **sizes: int)
         sizes: sizes by factor name; at most one factor of each dense axis may be left out.
 
     Returns:
-        A SwizzledArray of the shape of x.
+        A SwizzledArray of the shape of x. Every byte of x is kept, except that XLA on CPU may change the
+        payload of a bfloat16 NaN.
 
     Raises:
         TypeError: if x is no array, or a size no integer.
@@ -563,9 +574,9 @@ def _arrange(tiling: _Tiling, x: Array) -> Array:
     leading = x.shape[:count]
     left = tiling.pattern.names
     right = tuple(itertools.chain(*tiling.pattern.right))
-    factors = _pad(x, tiling.physical).reshape(*leading, *tiling.sizes)
+    factors = _pad(x, tiling.physical).reshape((*leading, *tiling.sizes))
     order = (*range(count), *(count + left.index(name) for name in right))
-    return factors.transpose(order).reshape(*leading, *tiling.stored)
+    return factors.transpose(order).reshape((*leading, *tiling.stored))
 
 
 def _restore(tiling: _Tiling, storage: Array) -> Array:
@@ -573,9 +584,9 @@ def _restore(tiling: _Tiling, storage: Array) -> Array:
     leading = storage.shape[:count]
     right = tuple(itertools.chain(*tiling.pattern.right))
     sizes = tiling.named_sizes
-    factors = storage.reshape(*leading, *(sizes[name] for name in right))
+    factors = storage.reshape((*leading, *(sizes[name] for name in right)))
     order = (*range(count), *(count + right.index(name) for name in tiling.pattern.names))
-    dense = factors.transpose(order).reshape(*leading, *tiling.physical)
+    dense = factors.transpose(order).reshape((*leading, *tiling.physical))
     logical: Any = (..., *map(slice, tiling.logical))
     return cast("Array", dense[logical])
 
@@ -615,8 +626,8 @@ def _float_bits(dtype: Any) -> int:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _move_bits(step: _Step, tiling: _Tiling, x: jax.Array) -> jax.Array:
-    # XLA:CPU carries narrow floats through float32 even where it only moves them, which makes signalling NaNs
-    # quiet; and float8_e8m0fnu has no zero to pad with: jnp.pad would write NaN. Integers stay as they are.
+    # XLA:CPU carries narrow floats through wider ones even where it only moves them, which changes
+    # NaNs; and float8_e8m0fnu has no zero to pad with: jnp.pad would write NaN. Integers stay as they are.
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{_float_bits(x.dtype)}"))
     return lax.bitcast_convert_type(step(tiling, bits), x.dtype)
 
