@@ -1,0 +1,557 @@
+"""Quantization to block-scaled formats: scales from the largest magnitude of each block, exact to the bit.
+
+All arithmetic is on the bits of float32, with neither logarithm nor division, the same for NumPy and JAX.
+
+Source: section "Block-scaled" of the arrays contract; OCP Microscaling Formats v1.0, section 6.3.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxquant import casts
+from jaxquant.arrays import float_bits
+from jaxquant.arrays.block_scaled import Block, BlockScaledArray, build
+from jaxquant.arrays.narrow import NarrowArray
+from jaxquant.dtypes import BlockScaledDType, DType, SimpleDType, Whole, WholeExtent
+from jaxquant.ops import float32
+
+__all__ = ["Nonfinite", "Recipe", "ScaleRule", "fake_quantize_blocks", "quantize_blocks"]
+
+Array: TypeAlias = Any
+ScaleRule: TypeAlias = Literal["floor", "ceil", "rceil", "even"]
+Nonfinite: TypeAlias = Literal["nan", "saturate"]
+Recipe: TypeAlias = Literal["exact"]
+
+_SOURCES = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32))
+_LARGEST = np.uint32(0x7F7FFFFF)
+_ZERO = np.uint32(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    dtype: BlockScaledDType
+    blocks: tuple[Block, ...]
+    """One entry per axis."""
+    scale_rule: ScaleRule
+    rounding: casts.Rounding
+    nonfinite: Nonfinite
+    packed: bool
+
+
+def quantize_blocks(
+    x: Array,
+    dtype: BlockScaledDType,
+    *,
+    axis: int = -1,
+    block_shape: int | Sequence[Block] | None = None,
+    scale_rule: ScaleRule = "floor",
+    rounding: casts.Rounding = "nearest_even",
+    nonfinite: Nonfinite = "nan",
+    tensor_scale: Any = None,
+    recipe: Recipe = "exact",
+    packed: bool = True,
+    pad: bool = False,
+    key: jax.Array | None = None,
+) -> BlockScaledArray:
+    """Quantize to elements under shared scales.
+
+    Formats of one E8M0 level take the scale ``2**(byte - 127)`` from a block's largest magnitude ``amax`` by a
+    ``scale_rule``. With e() the exponent and m() the significand in [1, 2) of a number, and ``max`` the largest
+    element (448, 57344, 28, 7.5, 6; 127/64 for INT8), ``byte - 127`` is
+
+    * ``"floor"`` (OCP MX v1.0): ``e(amax) - e(max)``, where the largest elements may saturate
+    * ``"ceil"``: one more if ``m(amax) > 1``
+    * ``"rceil"``: one more than floor if ``m(amax) > m(max)``, the smallest scale that saturates nothing
+    * ``"even"``: one more than floor if amax rounds up to a power of two in the element's significand
+
+    clamped to bytes 0 to 254. Then elements round once from ``x / scale``, and saturate. Near the float32
+    maximum a block may decode to infinity, except under floor.
+
+    NVFP4 (E2M1 elements, E4M3 scales, one float32 scale for all) takes ``recipe="exact"``: the tensor scale is
+    ``ts = max(R32(amax / 2688), 2**-149)``, or 1 where amax is 0 or not finite; the block scale is the real
+    number ``amax_block / (6 * ts)`` rounded once to E4M3, at most 448; an element is ``|x| / (scale * ts)``
+    rounded once to E2M1, with the sign of x, and zero under a zero scale. With a small ``tensor_scale`` blocks
+    above ``2688 * tensor_scale`` saturate.
+
+    A block of zeros gives zero elements with their signs, under E8M0 code 0. A NaN or infinity makes its whole
+    block NaN: the scale is NaN (0xFF, in E4M3 0x7F) and the codes 0.
+
+    Args:
+        x: float16, bfloat16 or float32 [...], NumPy or JAX.
+        dtype: ``DType.MXFP8_E4M3`` and the other built-in formats, or a registered one of float elements (or
+            Int8, read as in MXINT8) under one level of E8M0 scales.
+        axis: the axis along which a block lies, if ``block_shape`` does not say; its length is the format's.
+        block_shape: extents of a block for the last axes, such as ``(32, 1)`` or ``(128, 128)``, ints or Whole;
+            or one int, along ``axis``. Where they do not hold as many elements as the format says, the result
+            is a free combination: its ``format`` is None.
+        scale_rule: as above; NVFP4 has none but the default.
+        rounding: of the elements, as in `jaxquant.casts.encode`; in NVFP4 nearest even.
+        nonfinite: ``"nan"`` as above; with ``"saturate"`` infinities count as the largest float32, and only a
+            NaN makes a block NaN.
+        tensor_scale: for NVFP4, a positive finite float32 scalar in place of the recipe's ts.
+        recipe: of NVFP4, by name, since vendors differ in roundings.
+        packed: elements of 4 and 6 bits as a `NarrowArray`, packed along the last axis that blocks extend over,
+            others in their own dtype; False keeps one uint8 code per element.
+        pad: zeros complete the last blocks of an axis, and the result keeps the shape of ``x``; without it
+            a remainder is refused.
+        key: a ``jax.random`` key for stochastic rounding, and only there.
+
+    Returns:
+        A `BlockScaledArray` of the shape of ``x``, with NumPy planes for NumPy and JAX for JAX; the same bytes
+        from both, eager and jitted.
+
+    Raises:
+        TypeError: if ``x`` is no array or of another dtype, or ``dtype`` no block-scaled dtype.
+        ValueError: for an unknown option, a format without a recipe, an axis out of range, no whole number of
+            blocks without ``pad``, blocks that cannot be packed, and a ``tensor_scale`` that is not positive and
+            finite or is for a format without one.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxquant import DType
+        >>> from jaxquant.arrays import quantize_blocks
+        >>> q = quantize_blocks(np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32), DType.MXFP4)
+        >>> q.shape, q.nbytes, q.scales.view(np.uint8).tolist()
+        ((2, 32), 34, [[125], [125]])
+        >>> q.dequantize()[0, :4].tolist()
+        [-1.0, -1.0, -1.0, -1.0]
+
+    Source: section "Block-scaled" of the arrays contract; OCP MX v1.0, section 6.3, for floor.
+    """
+    _check_source(x)
+    options = _checked_options(
+        x, dtype, axis, block_shape, scale_rule, rounding, nonfinite, recipe, packed
+    )
+    stored = _stored_shape(x, options, pad)
+    if (rounding == "stochastic") != (key is not None):
+        raise ValueError(
+            f'quantize_blocks: rounding="stochastic" and key go together, got rounding={rounding!r} and '
+            f"{'no' if key is None else 'a'} key"
+        )
+    scale = _checked_tensor_scale(x, dtype, tensor_scale)
+    if isinstance(x, np.ndarray):
+        return _quantize(x, scale, key, options, stored)
+    return _quantize_jitted(x, scale, key, options, stored)
+
+
+def fake_quantize_blocks(x: Array, dtype: BlockScaledDType, **options: Any) -> Array:
+    """Quantize to blocks and back: the values that the format can hold, with a straight-through gradient.
+
+    The cotangent passes unchanged everywhere, saturated elements and NaN blocks included.
+
+    Args:
+        x: float16, bfloat16 or float32 [...], NumPy or JAX.
+        dtype, options: as in `quantize_blocks`.
+
+    Returns:
+        Of the shape, dtype and library of ``x``: the decoded values, rounded once to the dtype.
+
+    Raises:
+        TypeError, ValueError: as `quantize_blocks` does.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxquant import DType
+        >>> from jaxquant.arrays import fake_quantize_blocks
+        >>> x = jnp.linspace(0.0, 7.0, 32)
+        >>> float(fake_quantize_blocks(x, DType.MXFP4)[-1])
+        6.0
+        >>> float(jax.grad(lambda x: fake_quantize_blocks(x, DType.MXFP4).sum())(x)[-1])
+        1.0
+
+    Source: section "Block-scaled" of the arrays contract.
+    """
+    _check_source(x)
+    if isinstance(x, np.ndarray):
+        return quantize_blocks(x, dtype, **options).dequantize(x.dtype)
+    arrays = {name: options.pop(name, None) for name in ("tensor_scale", "key")}
+    block_shape = options.get("block_shape")
+    if isinstance(block_shape, list):
+        options["block_shape"] = tuple(block_shape)
+    return _straight_through((dtype, tuple(sorted(options.items()))), x, arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _straight_through(static: tuple[Any, ...], x: jax.Array, arrays: dict[str, Any]) -> jax.Array:
+    dtype, options = static
+    return quantize_blocks(x, dtype, **dict(options), **arrays).dequantize(x.dtype)
+
+
+def _straight_through_forward(
+    static: tuple[Any, ...], x: jax.Array, arrays: dict[str, Any]
+) -> tuple[jax.Array, None]:
+    return _straight_through(static, x, arrays), None
+
+
+def _straight_through_backward(
+    static: tuple[Any, ...], residual: None, cotangent: jax.Array
+) -> tuple[jax.Array, None]:
+    return cotangent, None
+
+
+_straight_through.defvjp(_straight_through_forward, _straight_through_backward)
+
+
+# Checks
+
+
+def _check_source(x: object) -> None:
+    if not isinstance(x, np.ndarray | jax.Array):
+        raise TypeError(f"quantize_blocks: x must be a NumPy or JAX array, got {type(x).__name__}")
+    if x.dtype not in _SOURCES:
+        raise TypeError(f"quantize_blocks: x has dtype {x.dtype}, wanted float16, bfloat16 or float32")
+
+
+def _checked_options(
+    x: Array,
+    dtype: object,
+    axis: int,
+    block_shape: int | Sequence[Block] | None,
+    scale_rule: ScaleRule,
+    rounding: casts.Rounding,
+    nonfinite: Nonfinite,
+    recipe: Recipe,
+    packed: bool,
+) -> _Options:
+    if not isinstance(dtype, BlockScaledDType):
+        raise TypeError(f"quantize_blocks: dtype must be a BlockScaledDType, got {dtype!r}")
+    for name, value, allowed in (
+        ("scale_rule", scale_rule, get_args(ScaleRule)),
+        ("rounding", rounding, get_args(casts.Rounding)),
+        ("nonfinite", nonfinite, get_args(Nonfinite)),
+        ("recipe", recipe, get_args(Recipe)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"quantize_blocks: {name} must be one of {allowed}, got {value!r}")
+    if _is_nvfp4(dtype):
+        if rounding != "nearest_even" or scale_rule != "floor":
+            raise ValueError(
+                f"quantize_blocks: the exact recipe of {dtype.name} rounds to nearest even and has no scale "
+                f"rules, got rounding={rounding!r}, scale_rule={scale_rule!r}"
+            )
+    elif not _is_mx(dtype):
+        raise ValueError(
+            f"quantize_blocks: no recipe for {dtype.name}, which is neither elements under one level of E8M0 "
+            "scales nor E2M1 under E4M3 under one Float32"
+        )
+    if not x.ndim:
+        raise ValueError("quantize_blocks: x has no axis to lay blocks along, its shape is ()")
+    block = dtype.levels[0].block if block_shape is None else block_shape
+    rank = x.ndim
+    if isinstance(block, int) and not isinstance(block, bool):
+        if not -rank <= axis < rank:
+            raise ValueError(f"quantize_blocks: axis {axis} is out of range for x of shape {x.shape}")
+        trailing: tuple[Block, ...] = (block, *(1,) * (rank - 1 - axis % rank))
+    else:
+        trailing = (Whole,) * rank if isinstance(block, WholeExtent) else tuple(block)
+    if len(trailing) > rank:
+        raise ValueError(f"quantize_blocks: block_shape {trailing} has more axes than x of shape {x.shape}")
+    for size in trailing:
+        if not isinstance(size, WholeExtent) and (
+            isinstance(size, bool) or not isinstance(size, int) or size < 1
+        ):
+            raise ValueError(f"quantize_blocks: block_shape must hold positive ints and Whole, got {trailing}")
+    blocks = (*(1,) * (rank - len(trailing)), *trailing)
+    return _Options(dtype, blocks, scale_rule, rounding, nonfinite, bool(packed))
+
+
+def _is_nvfp4(dtype: BlockScaledDType) -> bool:
+    scales = tuple(level.scale for level in dtype.levels)
+    return (
+        dtype.element is DType.E2M1 and scales == (DType.E4M3, DType.Float32) and dtype.levels[1].is_whole()
+    )
+
+
+def _is_mx(dtype: BlockScaledDType) -> bool:
+    return (
+        dtype.element in _MAX_SIGNIFICAND and len(dtype.levels) == 1 and dtype.levels[0].scale is DType.E8M0
+    )
+
+
+def _stored_shape(x: Array, options: _Options, pad: bool) -> tuple[int, ...]:
+    stored = []
+    for axis, (extent, block) in enumerate(zip(x.shape, options.blocks, strict=True)):
+        rest = 0 if isinstance(block, WholeExtent) else extent % block
+        if rest and not pad:
+            raise ValueError(
+                f"quantize_blocks: axis {axis} of x, whose shape is {x.shape}, is no whole number of blocks "
+                f"{options.blocks}; pad=True completes them with zeros"
+            )
+        stored.append(extent + (block - rest if rest and isinstance(block, int) else 0))
+    if options.packed and options.dtype.element.bits < 8:
+        axis, values = _packed_axis(options.blocks), {4: 2, 6: 4}[options.dtype.element.bits]
+        if stored[axis] % values:
+            raise ValueError(
+                f"quantize_blocks: axis {axis} of extent {stored[axis]} cannot be packed: whole bytes hold "
+                f"multiples of {values} elements; packed=False keeps one code per byte"
+            )
+    return tuple(stored)
+
+
+def _packed_axis(blocks: tuple[Block, ...]) -> int:
+    """The last axis that blocks extend over, counted from the end."""
+    return next((i - len(blocks) for i in reversed(range(len(blocks))) if blocks[i] != 1), -1)
+
+
+def _checked_tensor_scale(x: Array, dtype: BlockScaledDType, tensor_scale: Any) -> Array | None:
+    if tensor_scale is None:
+        return None
+    if not _is_nvfp4(dtype):
+        raise ValueError(f"quantize_blocks: {dtype.name} has no tensor scale, got {tensor_scale!r}")
+    if isinstance(tensor_scale, jax.Array):
+        scale: Array = tensor_scale
+    else:
+        scale = np.asarray(tensor_scale, np.float32)
+    if scale.size != 1 or scale.dtype != np.float32:
+        raise ValueError(
+            f"quantize_blocks: tensor_scale must be a float32 scalar, got {scale.dtype}{scale.shape}"
+        )
+    if not isinstance(scale, jax.core.Tracer):
+        bits = int(np.asarray(scale).view(np.uint32).reshape(()))
+        if not 0 < bits < int(float_bits.INFINITY):
+            raise ValueError(f"quantize_blocks: tensor_scale must be positive and finite, got {scale}")
+    if isinstance(x, np.ndarray):
+        return np.asarray(scale).reshape(1)
+    return jnp.asarray(scale).reshape(1)
+
+
+# Quantization; arrays are NumPy or JAX
+
+
+def _quantize(
+    x: Array, tensor_scale: Array | None, key: jax.Array | None, options: _Options, stored: tuple[int, ...]
+) -> BlockScaledArray:
+    dtype = options.dtype
+    bits = _padded(float_bits.to_bits(x), stored)
+    split, axes, scale_shape = _block_axes(stored, options.blocks)
+    bits = bits.reshape(split)
+    magnitude = bits & float_bits.MAGNITUDE
+    if options.nonfinite == "saturate":
+        xp = float_bits.library(bits)
+        magnitude = xp.where(magnitude == float_bits.INFINITY, _LARGEST, magnitude)
+    amax = magnitude.max(axis=axes, keepdims=True, initial=_ZERO)
+    if _is_nvfp4(dtype):
+        codes, scales, outer = _nvfp4(bits, magnitude, amax, tensor_scale)
+        levels = (
+            scales.reshape(scale_shape).view(DType.E4M3.numpy_dtype),
+            outer.view(np.float32).reshape((1,) * len(stored)),
+        )
+    else:
+        codes, scales = _mx(bits, magnitude, amax, key, options)
+        levels = (scales.reshape(scale_shape).view(DType.E8M0.numpy_dtype),)
+    elements = _elements(codes.reshape(stored), options)
+    blocks = _trimmed(options.blocks)
+    padding = _trimmed_padding(tuple(full - extent for full, extent in zip(stored, x.shape, strict=True)))
+    whole = dtype.levels[0].is_whole()
+    fits = (
+        all(block is Whole for block in options.blocks)
+        if whole
+        else Whole not in options.blocks
+        and math.prod(b for b in options.blocks if isinstance(b, int)) == dtype.levels[0].block
+    )
+    format = dtype if fits else None
+    return build(levels, elements, format, np.dtype(np.float32), blocks, dtype, padding)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _quantize_jitted(
+    x: jax.Array,
+    tensor_scale: jax.Array | None,
+    key: jax.Array | None,
+    options: _Options,
+    stored: tuple[int, ...],
+) -> BlockScaledArray:
+    return _quantize(x, tensor_scale, key, options, stored)
+
+
+def _trimmed(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    first = next((i for i, block in enumerate(blocks) if block != 1), len(blocks))
+    return blocks[first:]
+
+
+def _trimmed_padding(padding: tuple[int, ...]) -> tuple[int, ...]:
+    first = next((i for i, extra in enumerate(padding) if extra), len(padding))
+    return padding[first:]
+
+
+def _padded(bits: Array, stored: tuple[int, ...]) -> Array:
+    widths = [(0, full - extent) for full, extent in zip(stored, bits.shape, strict=True)]
+    if not any(extra for _, extra in widths):
+        return bits
+    return float_bits.library(bits).pad(bits, widths)
+
+
+def _block_axes(
+    stored: tuple[int, ...], blocks: tuple[Block, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The shape with blocked axes split in two, the axes inside a block, and the shape of the scales."""
+    split: list[int] = []
+    inside: list[int] = []
+    scales: list[int] = []
+    for extent, block in zip(stored, blocks, strict=True):
+        if block == 1:
+            split.append(extent)
+            scales.append(extent)
+            continue
+        count, size = (1, extent) if isinstance(block, WholeExtent) else (extent // block, block)
+        inside.append(len(split) + 1)
+        split += [count, size]
+        scales.append(count)
+    return tuple(split), tuple(inside), tuple(scales)
+
+
+def _elements(codes: Array, options: _Options) -> Any:
+    element = options.dtype.element
+    if not options.packed:
+        return codes
+    if element.bits < 8:
+        return NarrowArray.from_codes(codes, element, _packed_axis(options.blocks))
+    return codes.view(element.numpy_dtype)
+
+
+# One level of E8M0 scales
+
+# The significand of the largest element as float32 fraction bits, its exponent, and its significand bits.
+_MAX_SIGNIFICAND: dict[SimpleDType, tuple[int, int, int]] = {
+    **{
+        dtype: (
+            int(np.float32(dtype.max_normal).view(np.uint32)) & 0x7FFFFF,
+            math.frexp(dtype.max_normal)[1] - 1,
+            dtype.significand_bits,
+        )
+        for dtype in (DType.E4M3, DType.E5M2, DType.E3M2, DType.E2M3, DType.E2M1)
+    },
+    DType.Int8: (int(np.float32(127 / 64).view(np.uint32)) & 0x7FFFFF, 0, 6),
+}
+
+
+def scale_bytes(amax: Array, element: SimpleDType, scale_rule: ScaleRule) -> Array:
+    """The E8M0 code for blocks of a largest magnitude, uint32 bits [...] of finite float32 values, as int32."""
+    fraction_of_max, exponent_of_max, significand_bits = _MAX_SIGNIFICAND[element]
+    xp = float_bits.library(amax)
+    exponent, significand = float_bits.normalized(amax)
+    least_fraction_up = {
+        "floor": 1 << 23,
+        "ceil": 1,
+        "rceil": fraction_of_max + 1,
+        "even": (1 << 23) - (1 << (22 - significand_bits)),
+    }[scale_rule]
+    up = (significand >= np.uint32((1 << 23) + least_fraction_up)).astype(np.int32)
+    return xp.clip(exponent + up + np.int32(127 - exponent_of_max), np.int32(0), np.int32(254))
+
+
+def _mx(
+    bits: Array, magnitude: Array, amax: Array, key: jax.Array | None, options: _Options
+) -> tuple[Array, Array]:
+    """Codes and scales, uint8."""
+    xp = float_bits.library(bits)
+    element = options.dtype.element
+    poisoned = amax >= float_bits.INFINITY
+    byte = scale_bytes(amax, element, options.scale_rule)
+    exponent, significand = float_bits.normalized(magnitude)
+    # INT8 counts in units of 2**-6.
+    unit = np.int32(127 + 6 if element is DType.Int8 else 127)
+    # Far below the smallest element a value only has to stay nonzero, and where it lies between zero and that
+    # one matters only to a probability under 2**-100. Zero itself has an exponent below all others.
+    field = exponent - byte + np.int32(127) + unit
+    field = xp.clip(field, np.int32(1), np.int32(254)).astype(np.uint32)
+    quotient = (field << np.uint32(23)) | (significand & np.uint32(0x7FFFFF))
+    quotient = xp.where(poisoned | (magnitude == _ZERO), _ZERO, quotient) | (bits & float_bits.SIGN)
+    codes = casts.encode(
+        quotient.view(np.float32), element, rounding=options.rounding, overflow="saturate", key=key
+    )
+    if element is DType.Int8:
+        codes = xp.where(codes == np.uint8(0x80), np.uint8(0x81), codes)
+    codes = xp.where(poisoned, np.uint8(0), codes)
+    return codes, xp.where(poisoned, np.int32(255), byte).astype(np.uint8)
+
+
+# NVFP4
+
+_MIDPOINTS = ((4, -4), (6, -3), (5, -2), (7, -2), (5, -1), (7, -1), (5, 0))
+"""Between consecutive E2M1 magnitudes, 0.25 to 5: significands of 4 to 7, and exponents."""
+
+
+def _thresholds(significand: Array, exponent: Array, bits: Array, up_at_tie: Array) -> Array:
+    """The bits of the least float32 that lies above ``significand * 2**exponent * value(bits)``, or on it where
+    ``up_at_tie``.
+
+    ``significand`` is uint32 of 64 to 127, so that the product has 31 bits.
+    """
+    xp = float_bits.library(bits)
+    power, other = float_bits.normalized(bits)
+    product = significand * other
+    two_or_more = product >= np.uint32(1 << 30)
+    product = xp.where(two_or_more, product, product << np.uint32(1))
+    # The leading bit is bit 30 now, and stands for 2**exponent.
+    exponent = exponent + power + np.int32(6) + two_or_more.astype(np.int32)
+    shift = xp.clip(np.int32(-126) - exponent, np.int32(0), np.int32(24)).astype(np.uint32) + np.uint32(7)
+    tiny = exponent < np.int32(-149)
+    kept = xp.where(tiny, _ZERO, product >> shift)
+    exact = ~tiny & (kept << shift == product)
+    field = xp.clip(exponent + np.int32(126), np.int32(0), np.int32(254)).astype(np.uint32)
+    below = xp.minimum((field << np.uint32(23)) + kept, float_bits.INFINITY)
+    return below + (~(exact & up_at_tie)).astype(np.uint32)
+
+
+def _scale_midpoints() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Six times the midpoints of consecutive E4M3 magnitudes, as significands of 64 to 127 and exponents."""
+    codes = np.arange(126)
+    significand = np.where(codes < 8, codes, 8 + codes % 8)
+    # (significand + 1/2) * 2**unit * 6
+    unit = np.maximum(codes // 8, 1) - 10
+    significand, exponent = 3 * (2 * significand + 1), unit
+    up = 6 - np.floor(np.log2(significand)).astype(int)
+    return (significand << up).astype(np.uint32), (exponent - up).astype(np.int32)
+
+
+def _nvfp4(
+    bits: Array, magnitude: Array, amax: Array, tensor_scale: Array | None
+) -> tuple[Array, Array, Array]:
+    """Codes and block scales, uint8, and the bits of the tensor scale, uint32 [1]."""
+    xp = float_bits.library(bits)
+    if tensor_scale is None:
+        tensor = _tensor_scale(amax.max(initial=_ZERO).reshape(1))
+    else:
+        tensor = tensor_scale.view(np.uint32)
+    poisoned = amax >= float_bits.INFINITY
+    odd_below = np.arange(126) % 2 == 1
+    scales = xp.searchsorted(_thresholds(*_scale_midpoints(), tensor, odd_below), amax, side="right")
+    scales = scales.astype(np.uint8)
+    power, full = float_bits.normalized(casts.decode(scales, DType.E4M3).view(np.uint32))
+    codes = xp.zeros_like(magnitude)
+    for i, (midpoint, exponent) in enumerate(_MIDPOINTS):
+        # Four significand bits of the scale by three of the midpoint.
+        product = (full >> np.uint32(20)) * np.uint32(midpoint)
+        large = product >= np.uint32(64)
+        product = xp.where(large, product, product << np.uint32(1))
+        place = power + np.int32(exponent - 3) - (~large).astype(np.int32)
+        threshold = _thresholds(product, place, tensor, np.bool_(i % 2 == 1))
+        codes = codes + (magnitude >= threshold).astype(np.uint32)
+    codes = xp.where(poisoned | (scales == np.uint8(0)), _ZERO, codes)
+    sign = xp.where(poisoned, _ZERO, (bits & float_bits.SIGN) >> np.uint32(28))
+    return (codes | sign).astype(np.uint8), xp.where(poisoned, np.uint8(0x7F), scales), tensor
+
+
+def _tensor_scale(amax: Array) -> Array:
+    """max(R32(amax / 2688), 2**-149), or 1."""
+    xp = float_bits.library(amax)
+    largest = np.float32(2688).view(np.uint32)
+    if xp is np:
+        with np.errstate(all="ignore"):
+            quotient = (amax.view(np.float32) / largest.view(np.float32)).view(np.uint32)
+    else:
+        quotient = float32.divide(amax, jnp.full(amax.shape, largest, jnp.uint32))
+    one = np.float32(1).view(np.uint32)
+    unusable = (amax == _ZERO) | (amax >= float_bits.INFINITY)
+    return xp.where(unusable, one, xp.maximum(quotient, np.uint32(1)))
