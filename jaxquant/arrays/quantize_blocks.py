@@ -530,13 +530,14 @@ def _nvfp4(
     scales = scales.astype(np.uint8)
     power, full = float_bits.normalized(casts.decode(scales, DType.E4M3).view(np.uint32))
     codes = xp.zeros_like(magnitude)
+    unit = tensor.reshape((1,) * bits.ndim)
     for i, (midpoint, exponent) in enumerate(_MIDPOINTS):
         # Four significand bits of the scale by three of the midpoint.
         product = (full >> np.uint32(20)) * np.uint32(midpoint)
         large = product >= np.uint32(64)
         product = xp.where(large, product, product << np.uint32(1))
         place = power + np.int32(exponent - 3) - (~large).astype(np.int32)
-        threshold = _thresholds(product, place, tensor, np.bool_(i % 2 == 1))
+        threshold = _thresholds(product, place, unit, np.bool_(i % 2 == 1))
         codes = codes + (magnitude >= threshold).astype(np.uint32)
     codes = xp.where(poisoned | (scales == np.uint8(0)), _ZERO, codes)
     sign = xp.where(poisoned, _ZERO, (bits & float_bits.SIGN) >> np.uint32(28))
