@@ -588,6 +588,13 @@ def test_statistics_of_byte_floats(way, dtype):
     assert float(way(lambda x: f8_4x128(x).max(), finite)) == values.max()
 
 
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"])
+def test_statistics_of_nan(way, dtype):
+    x = np.array([[1, np.nan, 2]], dtype)
+    assert np.isnan(float(way(lambda x: f8_4x128(x).min(), x)))
+    assert np.isnan(float(way(lambda x: f8_4x128(x).max(), x)))
+
+
 def test_statistics_of_nothing(way):
     with pytest.raises(ValueError, match="min of a SwizzledArray of shape \\(0, 3\\)"):
         way(lambda x: f8_4x128(x).min(), np.zeros((0, 3), "uint8"))

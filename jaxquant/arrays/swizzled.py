@@ -626,8 +626,8 @@ def _float_bits(dtype: Any) -> int:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _move_bits(step: _Step, tiling: _Tiling, x: jax.Array) -> jax.Array:
-    # XLA:CPU carries narrow floats through wider ones even where it only moves them, which changes
-    # NaNs; and float8_e8m0fnu has no zero to pad with: jnp.pad would write NaN. Integers stay as they are.
+    # XLA:CPU carries narrow floats through wider ones even where it only moves them, which changes NaNs; and
+    # float8_e8m0fnu has no zero to pad with: jnp.pad would write NaN. Integers stay as they are.
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{_float_bits(x.dtype)}"))
     return lax.bitcast_convert_type(step(tiling, bits), x.dtype)
 
@@ -649,7 +649,8 @@ def _extreme(values: Array, which: str) -> Any:
         largest = codes.max()
         code = largest if which == "max" else jnp.where(largest == 255, largest, codes.min())
         return lax.bitcast_convert_type(code, values.dtype)
-    return getattr(values, which)()
+    with np.errstate(invalid="ignore"):  # NumPy warns of a bfloat16 NaN, which is an answer here
+        return getattr(values, which)()
 
 
 def _rebuild(tiling: _Tiling, storage: Any) -> SwizzledArray:
