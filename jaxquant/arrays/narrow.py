@@ -234,8 +234,7 @@ class NarrowArray:
         """
         values = self.unpack()
         if isinstance(dtype, Narrow):
-            to_float = values.dtype != np.bool_ and not _has_integers(dtype.dtype)
-            return NarrowArray.pack(values.astype(np.float32) if to_float else values, dtype.dtype, self.axis)
+            return NarrowArray.pack(_towards(values, dtype.dtype), dtype.dtype, self.axis)
         wanted = casts.numpy_dtype(dtype)
         if wanted is None:
             raise TypeError(
@@ -406,14 +405,14 @@ def bit_width(dtype_or_array: object) -> int:
 
 
 def _value_bits(dtype: NumpyDType) -> int:
+    if dtype.kind == "c":  # finfo speaks of one of the two parts
+        return 8 * dtype.itemsize
     for info in (ml_dtypes.iinfo, ml_dtypes.finfo):
         try:
             return int(cast(Any, info)(dtype).bits)
         except (TypeError, ValueError):
             continue
-    if dtype.kind != "c":
-        raise TypeError(f"bit_width: wanted a dtype or an array of booleans or numbers, got {dtype}")
-    return 8 * dtype.itemsize
+    raise TypeError(f"bit_width: wanted a dtype or an array of booleans or numbers, got {dtype}")
 
 
 def _resolve(operation: str, dtype: object) -> NarrowDType:
@@ -451,9 +450,14 @@ def _is_integer(dtype: NumpyDType) -> bool:
     return True
 
 
-def _has_integers(dtype: NarrowDType) -> bool:
+def _towards(values: Any, dtype: NarrowDType) -> Any:
+    """Unpacked values in a type that packs as a dtype; exact."""
     numpy_dtype = casts.numpy_dtype(dtype)
-    return numpy_dtype is not None and (numpy_dtype == np.bool_ or _is_integer(numpy_dtype))
+    if numpy_dtype is None or numpy_dtype == np.bool_:
+        return values
+    if not _is_integer(numpy_dtype):
+        return values.astype(np.float32)
+    return values.astype(np.uint8) if values.dtype == np.bool_ else values
 
 
 def _byte_integer(dtype: NumpyDType) -> type[np.generic]:
