@@ -1,5 +1,6 @@
 """Block-quantized numbers in JAX, exact to the bit."""
 
+from jaxquant import gguf as gguf
 from jaxquant import quant as quant
 from jaxquant import records as records
 from jaxquant.dtypes import BlockScaledDType as BlockScaledDType
@@ -17,6 +18,7 @@ from jaxquant.dtypes import Whole as Whole
 from jaxquant.dtypes import WholeExtent as WholeExtent
 from jaxquant.layout import Layout as Layout
 from jaxquant.nn import quantized_matmul as quantized_matmul
+from jaxquant.ops.native import FFI_TARGETS as FFI_TARGETS
 from jaxquant.ops.native import Status as Status
 from jaxquant.ops.native import status as status
 from jaxquant.ops.native import use_backend as use_backend
@@ -25,3 +27,4 @@ from jaxquant.ops.quantized_dot import quantized_dot as quantized_dot
 from jaxquant.records import validate_records as validate_records
 from jaxquant.representation import Plane as Plane
 from jaxquant.representation import Representation as Representation
+from jaxquant.version import __version__ as __version__

@@ -43,6 +43,11 @@ def quantized_matmul(x: jax.Array, weights: jax.Array) -> jax.Array:
         raise ValueError(
             f"quantized_matmul: weights has shape {weights.shape}, wanted (M, G, {q4_k.record_bytes})"
         )
+    if x.ndim == 0 or x.shape[-1] % q4_k.block_size != 0:
+        raise ValueError(
+            f"quantized_matmul: x has shape {x.shape}, wanted (..., K) with K a multiple of {q4_k.block_size}; "
+            "nothing is padded"
+        )
     blocks = split(x)
     if blocks.shape[-2] != weights.shape[1]:
         raise ValueError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import exact
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,7 @@ import jaxquant as jq
 from jaxquant.ops import native
 
 gemm = jax.vmap(jax.vmap(jq.quantized_dot, (0, None)), (None, 0))
-CHECKS = [export.DisabledSafetyCheck.custom_call(target) for target in native.TARGETS]
+CHECKS = [export.DisabledSafetyCheck.custom_call(target) for target in native.FFI_TARGETS]
 
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm", "cuda"])
@@ -33,9 +36,9 @@ def test_other_platforms_lower_to_the_fallback(rng, platform):
 
 def test_cpu_lowers_to_the_published_targets(rng):
     w, x = exact.random_q4k(rng, (3, 2)), exact.random_q8k(rng, (2, 2))
-    assert f"@{native.TARGETS[1]}(" in jax.jit(gemm).lower(w, x).as_text()
+    assert f"@{native.FFI_TARGETS[1]}(" in jax.jit(gemm).lower(w, x).as_text()
     values = jnp.zeros((2, 256), jnp.float32)
-    assert f"@{native.TARGETS[0]}(" in jax.jit(jq.quantize).lower(values).as_text()
+    assert f"@{native.FFI_TARGETS[0]}(" in jax.jit(jq.quantize).lower(values).as_text()
 
 
 def test_one_module_for_several_platforms(rng):
@@ -64,10 +67,23 @@ def test_serialized_program_of_symbolic_sizes(rng, implementation):
         assert exact.same_bits(got, exact.gemm(w, exact.quantize(x)).T)
 
 
-def test_persistent_cache_is_hit_by_a_second_process(tmp_path):
-    import subprocess
-    import sys
+def test_program_runs_in_a_process_that_only_imports(rng, tmp_path):
+    w, x = exact.random_q4k(rng, (3, 2)), exact.random_q8k(rng, (2, 2))
+    program = export.export(jax.jit(gemm), disabled_checks=CHECKS)(w, x)
+    (tmp_path / "program").write_bytes(program.serialize())
+    np.savez(tmp_path / "operands.npz", w=w, x=x)
+    script = f"""
+import pathlib, numpy as np, jax, jaxquant
+folder = pathlib.Path({str(tmp_path)!r})
+data = np.load(folder / "operands.npz")
+program = jax.export.deserialize(bytearray((folder / "program").read_bytes()))
+np.save(folder / "result.npy", program.call(data["w"], data["x"]))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert exact.same_bits(np.load(tmp_path / "result.npy"), exact.gemm(w, x).T)
 
+
+def test_persistent_cache_is_hit_by_a_second_process(tmp_path):
     script = f"""
 import jax, jax.numpy as jnp, jaxquant as jq
 jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
@@ -92,5 +108,5 @@ def test_run_on_forces_what_it_says(rng):
     with run_on("fallback"):
         assert "custom_call" not in jax.jit(lambda *a: gemm(*a)).lower(w, x).as_text()
     with run_on("portable"):
-        assert native.TARGETS[1] in jax.jit(lambda *a: gemm(*a)).lower(w, x).as_text()
+        assert native.FFI_TARGETS[1] in jax.jit(lambda *a: gemm(*a)).lower(w, x).as_text()
         assert native.status().isa == "portable"

@@ -225,6 +225,12 @@ def _print_table(rows: Sequence[Row], call: float) -> None:
             f"  {row.difference:8.1e} {row.ggml_difference:8.1e}"
         )
     disagreeing = sum(row.ggml_difference > GGML_TOLERANCE for row in rows)
+    compared = not np.isnan(rows[0].ggml_difference)
+    against = (
+        f"ggml disagrees by more than {GGML_TOLERANCE:g} on {disagreeing}"
+        if compared
+        else "not compared with ggml"
+    )
     results, wrong = sum(row.results for row in rows), sum(row.wrong for row in rows)
     print(f"""
 ms: median of one call on float32 activations, quantizing them included; the two libraries take turns.
@@ -234,4 +240,4 @@ ratio: ggml's ms / ours.
 largest difference: |result - exact| over {COLUMNS} columns / largest |exact| of the tensor, where exact is the same dot
 of the same records with exact integers and float64 steps.
 {results} results, {wrong} differ from the exact float32 reference in any bit.
-{len(rows)} tensors, ggml disagrees by more than {GGML_TOLERANCE:g} on {disagreeing}.""")
+{len(rows)} tensors, {against}.""")

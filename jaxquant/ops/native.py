@@ -15,7 +15,7 @@ import jax
 
 __all__ = [
     "BACKENDS",
-    "TARGETS",
+    "FFI_TARGETS",
     "Status",
     "force_isa",
     "selected_backend",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 #: Names of the FFI targets, for ``jax.export``'s ``DisabledSafetyCheck.custom_call``.
-TARGETS = ("jaxquant_quantize_v1", "jaxquant_quantized_dot_v1")
+FFI_TARGETS = ("jaxquant_quantize_v1", "jaxquant_quantized_dot_v1")
 
 #: ``auto`` takes the native kernels where they exist, the others force one implementation.
 BACKENDS = ("auto", "native", "fallback")
@@ -61,7 +61,7 @@ class _Library(NamedTuple):
 
 
 def _from_environment(name: str, default: str, accepted: tuple[str, ...]) -> str:
-    value = os.environ.get(name, default)
+    value = os.environ.get(name) or default
     if value not in accepted:
         raise ValueError(f"environment variable {name} is {value!r}, wanted one of {', '.join(accepted)}")
     return value
@@ -72,7 +72,13 @@ def _load() -> _Library:
     # The library counts as a submodule, so that wheels and editable installs are both found.
     spec = importlib.util.find_spec("jaxquant.libjaxquant")
     if spec is None or spec.origin is None:
-        return _Library(None, None, "jaxquant was imported from a tree without its compiled library")
+        return _Library(
+            None,
+            None,
+            f"jaxquant was imported from {os.path.dirname(os.path.dirname(__file__))}, a source tree without the "
+            "compiled library. An installed jaxquant is found from any other directory; in this one, use "
+            "`pip install --editable .`",
+        )
     try:
         handle = ctypes.CDLL(spec.origin)
     except OSError as error:
@@ -81,7 +87,7 @@ def _load() -> _Library:
     handle.jaxquant_supported_isa.restype = ctypes.c_char_p
     handle.jaxquant_supported_isa.argtypes = [ctypes.c_int]
     handle.jaxquant_force_isa.argtypes = [ctypes.c_char_p]
-    for target in TARGETS:
+    for target in FFI_TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, target)), platform="cpu")
     return _Library(spec.origin, handle, None)
 
@@ -89,7 +95,7 @@ def _load() -> _Library:
 @functools.cache
 def _warn_of_missing_library(problem: str) -> None:
     warnings.warn(
-        f"jaxquant runs its slow fallback on CPU: {problem}. Install it with `pip install .` or a wheel.",
+        f"jaxquant runs its slow fallback on CPU: {problem}",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -103,7 +109,7 @@ def runs_native(backend: str, platform: str, operation: str) -> bool:
     if platform == "cpu" and library.handle is not None:
         return True
     if backend == "native":
-        why = library.problem if platform == "cpu" else f"it has no kernels for platform {platform!r}"
+        why = library.problem if platform == "cpu" else "there are kernels for CPU only"
         raise NotImplementedError(f"{operation}: backend 'native' was asked for, but {why}")
     if platform == "cpu" and library.problem is not None:
         _warn_of_missing_library(library.problem)
@@ -198,5 +204,7 @@ def status() -> Status:
     )
 
 
-if "JAXQUANT_ISA" in os.environ and _load().handle is not None:
-    force_isa(os.environ["JAXQUANT_ISA"])
+# At import, so that serialized programs find the targets by name in a process that lowers nothing.
+_load()
+if isa := _from_environment("JAXQUANT_ISA", "", (*supported_isas(), "")):
+    force_isa(isa)

@@ -111,7 +111,7 @@ jax_compat.add_user_check(
 
 def _lower(ctx: Any, values: Any, *, backend: str, platform: str) -> Any:
     if native.runs_native(backend, platform, "quantize"):
-        return jax.ffi.ffi_lowering(native.TARGETS[0])(ctx, values)
+        return jax.ffi.ffi_lowering(native.FFI_TARGETS[0])(ctx, values)
     return mlir.lower_fun(fallback.quantize, multiple_results=False)(ctx, values)
 
 

@@ -175,7 +175,7 @@ def _lower(
     platform: str,
 ) -> Any:
     if native.runs_native(backend, platform, "quantized_dot"):
-        return jax.ffi.ffi_lowering(native.TARGETS[1])(
+        return jax.ffi.ffi_lowering(native.FFI_TARGETS[1])(
             ctx, lhs, rhs, lhs_dims=np.array(lhs_dims, np.int64), rhs_dims=np.array(rhs_dims, np.int64)
         )
     run = functools.partial(fallback.quantized_dot, lhs_dims=lhs_dims, rhs_dims=rhs_dims)
