@@ -13,6 +13,12 @@ import pytest
 
 README = Path(__file__).parents[1] / "README.md"
 MODULES = [
+    "jaxquant.arrays.block_dot",
+    "jaxquant.arrays.block_scaled",
+    "jaxquant.arrays.narrow",
+    "jaxquant.arrays.quantize_blocks",
+    "jaxquant.arrays.swizzled",
+    "jaxquant.casts",
     "jaxquant.nn",
     "jaxquant.ops.native",
     "jaxquant.ops.quantize",
