@@ -152,13 +152,14 @@ def _hardware_dot(a: BlockScaledArray, b: BlockScaledArray) -> jax.Array:
 
 def _for_hardware(operand: BlockScaledArray) -> tuple[jax.Array, jax.Array]:
     """Elements [1, M, K] and scales [1, M, K / block] in dtypes of the hardware."""
-    elements, scales = operand.elements, operand.scales
+    elements: Any = operand.elements
+    scales: Any = operand.scales
     dtype = operand.element_dtype
-    codes = elements.codes() if isinstance(elements, NarrowArray) else elements
+    codes: Any = elements.codes() if isinstance(elements, NarrowArray) else elements
     if dtype == ml_dtypes.float4_e2m1fn:
         # A bitcast of constants to less than a byte is folded wrongly, a conversion is not.
         codes = casts.decode(codes.view(jnp.uint8), DType.E2M1).astype(dtype)
     elif codes.dtype == jnp.uint8:
         codes = codes.view(dtype)
-    dense = scales.unswizzle() if isinstance(scales, SwizzledArray) else scales
+    dense: Any = scales.unswizzle() if isinstance(scales, SwizzledArray) else scales
     return codes[None], dense[None]

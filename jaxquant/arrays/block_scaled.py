@@ -110,7 +110,9 @@ class BlockScaledArray:
             _check_format(format, levels, elements)
         value_type = _promoted(levels, elements, format) if dtype is None else np.dtype(dtype)
         if value_type not in _DECODED and value_type.kind not in "iu":
-            raise TypeError(f"BlockScaledArray: dtype must be a float of 16 bits or more or an integer, got {dtype}")
+            raise TypeError(
+                f"BlockScaledArray: dtype must be a float of 16 bits or more or an integer, got {dtype}"
+            )
         _set(self, levels, elements, format, value_type, blocks, format, ())
         if format is not None and math.prod(elements.shape):
             self.representation()
@@ -202,10 +204,8 @@ class BlockScaledArray:
         """
         wanted = np.dtype(dtype)
         if wanted not in _DECODED:
-            raise TypeError(
-                f"dequantize: dtype must be float16, bfloat16, float32 or float64, got {wanted}"
-            )
-        if wanted == np.float64 and _library(self) is jnp and not jax.config.jax_enable_x64:
+            raise TypeError(f"dequantize: dtype must be float16, bfloat16, float32 or float64, got {wanted}")
+        if wanted == np.float64 and _library(self) is jnp and jnp.zeros(0, float).dtype != np.float64:
             raise TypeError("dequantize: float64 under JAX needs jax_enable_x64")
         return _run(_dequantized, self, wanted)
 
@@ -219,7 +219,9 @@ class BlockScaledArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
-            raise ValueError("a BlockScaledArray becomes an array only by decoding, which copies")
+            raise ValueError(
+                "BlockScaledArray: values are decoded into a new array, which copy=False forbids"
+            )
         values: np.ndarray[Any, Any] = np.asarray(_run(_values, self))
         return values if dtype is None else values.astype(dtype)
 
@@ -326,7 +328,7 @@ class BlockScaledArray:
         if len(slices) > self.ndim:
             raise IndexError(f"block_slice: {len(slices)} slices for shape {self.shape}")
         bounds, padding = _bounds(self, slices)
-        levels = []
+        levels: list[Any] = []
         for i, level in enumerate(self.levels):
             ranges = []
             for axis, (start, stop) in enumerate(bounds):
@@ -452,7 +454,7 @@ jax.tree_util.register_pytree_with_keys(
         ),
         _static(array),
     ),
-    lambda static, children: build(children[0], children[1], *static),
+    lambda static, children: build(*cast("tuple[Any, Any]", children), *static),
     lambda array: ((array.levels, array.elements), _static(array)),
 )
 
@@ -537,7 +539,9 @@ def _check_format(format: object, levels: tuple[Any, ...], elements: Any) -> Non
     ):
         stored = plane.dtype if isinstance(plane.dtype, SimpleDType) else np.dtype(plane.dtype)
         if stored not in (dtype, dtype.numpy_dtype):
-            raise ValueError(f"BlockScaledArray: {name} of {format.name} must store {dtype!r}, got {stored!r}")
+            raise ValueError(
+                f"BlockScaledArray: {name} of {format.name} must store {dtype!r}, got {stored!r}"
+            )
 
 
 def _promoted(levels: tuple[Any, ...], elements: Any, format: BlockScaledDType | None) -> NumpyDType:
@@ -729,9 +733,7 @@ def _reshaped_level(array: BlockScaledArray, level: int, shape: tuple[int, ...])
     old, rank = array.shape, array.ndim
     blocks = [math.prod(_block(array, i, axis) for i in range(level + 1)) for axis in range(rank)]
     if all(extent == 1 for extent in plane.shape):
-        whole = all(
-            _is_whole(array, level, axis) or blocks[axis] == old[axis] == 1 for axis in range(rank)
-        )
+        whole = all(_is_whole(array, level, axis) or blocks[axis] == old[axis] == 1 for axis in range(rank))
         if whole:
             return plane.reshape((1,) * len(shape))
     first = next((axis for axis, block in enumerate(blocks) if block != 1), rank)
@@ -748,7 +750,9 @@ def _concatenated(arrays: tuple[BlockScaledArray, ...], axis: int) -> BlockScale
         raise ValueError("concatenate: there must be at least one array")
     for i, array in enumerate(arrays):
         if not isinstance(array, BlockScaledArray):
-            raise TypeError(f"concatenate: arrays[{i}] must be a BlockScaledArray, got {type(array).__name__}")
+            raise TypeError(
+                f"concatenate: arrays[{i}] must be a BlockScaledArray, got {type(array).__name__}"
+            )
     first = arrays[0]
     axis = _axis("concatenate", axis, first.ndim)
     for i, array in enumerate(arrays):

@@ -144,7 +144,9 @@ def round_to(bits: Array, dtype: np.dtype[Any]) -> Array:
         return bits.view(np.float32)
     if dtype == np.float64:
         exponent, significand = normalized(bits)
-        power = ((xp.maximum(exponent, np.int32(-149)) + np.int32(1000)).astype(np.uint64) << np.uint64(52)).view(np.float64)
+        power = (
+            (xp.maximum(exponent, np.int32(-149)) + np.int32(1000)).astype(np.uint64) << np.uint64(52)
+        ).view(np.float64)
         finite = significand.astype(np.float64) * power
         value = xp.where((bits & MAGNITUDE) == _ZERO, np.float64(0), finite)
         value = xp.where((bits & MAGNITUDE) == INFINITY, np.float64(np.inf), value)

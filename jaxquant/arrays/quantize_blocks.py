@@ -129,9 +129,7 @@ def quantize_blocks(
     Source: section "Block-scaled" of the arrays contract; OCP MX v1.0, section 6.3, for floor.
     """
     _check_source(x)
-    options = _checked_options(
-        x, dtype, axis, block_shape, scale_rule, rounding, nonfinite, recipe, packed
-    )
+    options = _checked_options(x, dtype, axis, block_shape, scale_rule, rounding, nonfinite, recipe, packed)
     stored = _stored_shape(x, options, pad)
     if (rounding == "stochastic") != (key is not None):
         raise ValueError(
@@ -139,9 +137,9 @@ def quantize_blocks(
             f"{'no' if key is None else 'a'} key"
         )
     scale = _checked_tensor_scale(x, dtype, tensor_scale)
-    if isinstance(x, np.ndarray):
-        return _quantize(x, scale, key, options, stored)
-    return _quantize_jitted(x, scale, key, options, stored)
+    run = _quantize if isinstance(x, np.ndarray) else _quantize_jitted
+    result: BlockScaledArray = run(x, scale, key, options, stored)
+    return result
 
 
 def fake_quantize_blocks(x: Array, dtype: BlockScaledDType, **options: Any) -> Array:
@@ -173,18 +171,21 @@ def fake_quantize_blocks(x: Array, dtype: BlockScaledDType, **options: Any) -> A
     """
     _check_source(x)
     if isinstance(x, np.ndarray):
-        return quantize_blocks(x, dtype, **options).dequantize(x.dtype)
+        host: Array = quantize_blocks(x, dtype, **options).dequantize(x.dtype)
+        return host
     arrays = {name: options.pop(name, None) for name in ("tensor_scale", "key")}
     block_shape = options.get("block_shape")
     if isinstance(block_shape, list):
         options["block_shape"] = tuple(block_shape)
-    return _straight_through((dtype, tuple(sorted(options.items()))), x, arrays)
+    result: jax.Array = _straight_through((dtype, tuple(sorted(options.items()))), x, arrays)
+    return result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _straight_through(static: tuple[Any, ...], x: jax.Array, arrays: dict[str, Any]) -> jax.Array:
     dtype, options = static
-    return quantize_blocks(x, dtype, **dict(options), **arrays).dequantize(x.dtype)
+    values: jax.Array = quantize_blocks(x, dtype, **dict(options), **arrays).dequantize(x.dtype)
+    return values
 
 
 def _straight_through_forward(
@@ -248,7 +249,7 @@ def _checked_options(
         raise ValueError("quantize_blocks: x has no axis to lay blocks along, its shape is ()")
     block = dtype.levels[0].block if block_shape is None else block_shape
     rank = x.ndim
-    if isinstance(block, int) and not isinstance(block, bool):
+    if isinstance(block, int):
         if not -rank <= axis < rank:
             raise ValueError(f"quantize_blocks: axis {axis} is out of range for x of shape {x.shape}")
         trailing: tuple[Block, ...] = (block, *(1,) * (rank - 1 - axis % rank))
@@ -260,7 +261,9 @@ def _checked_options(
         if not isinstance(size, WholeExtent) and (
             isinstance(size, bool) or not isinstance(size, int) or size < 1
         ):
-            raise ValueError(f"quantize_blocks: block_shape must hold positive ints and Whole, got {trailing}")
+            raise ValueError(
+                f"quantize_blocks: block_shape must hold positive ints and Whole, got {trailing}"
+            )
     blocks = (*(1,) * (rank - len(trailing)), *trailing)
     return _Options(dtype, blocks, scale_rule, rounding, nonfinite, bool(packed))
 
@@ -342,7 +345,7 @@ def _quantize(
     amax = magnitude.max(axis=axes, keepdims=True, initial=_ZERO)
     if _is_nvfp4(dtype):
         codes, scales, outer = _nvfp4(bits, magnitude, amax, tensor_scale)
-        levels = (
+        levels: tuple[Array, ...] = (
             scales.reshape(scale_shape).view(DType.E4M3.numpy_dtype),
             outer.view(np.float32).reshape((1,) * len(stored)),
         )
@@ -359,8 +362,7 @@ def _quantize(
         else Whole not in options.blocks
         and math.prod(b for b in options.blocks if isinstance(b, int)) == dtype.levels[0].block
     )
-    format = dtype if fits else None
-    return build(levels, elements, format, np.dtype(np.float32), blocks, dtype, padding)
+    return build(levels, elements, dtype if fits else None, np.dtype(np.float32), blocks, dtype, padding)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
