@@ -130,14 +130,17 @@ def _leaves(tree: IntTree) -> Iterator[int]:
 
 
 def _tree(value: object, what: str, leaves: str, minimum: int | None) -> IntTree:
-    if isinstance(value, tuple | list):
+    # By the real class: a false `__class__` does not pass.
+    if issubclass(type(value), tuple | list):
         parts = cast("Sequence[object]", value)
         return tuple(_tree(part, what, leaves, minimum) for part in parts)
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not issubclass(type(value), int) or type(value) is bool:
         raise TypeError(f"{what} must be an int or a nested tuple of ints, got {type(value).__name__}")
-    if minimum is not None and value < minimum:
-        raise ValueError(f"{leaves} must be at least {minimum}, got {value}")
-    return int(value)
+    # int.__index__ ignores whatever a subclass overrides.
+    exact = int.__index__(cast(int, value))
+    if minimum is not None and exact < minimum:
+        raise ValueError(f"{leaves} must be at least {minimum}, got {exact}")
+    return exact
 
 
 def _congruent(shape: IntTree, stride: IntTree) -> bool:

@@ -49,6 +49,37 @@ def layouts(draw, strides):
     return Layout(shape, like(shape))
 
 
+class Lying(int):
+    """An int that claims to be -5 and above every minimum."""
+
+    __int__ = __index__ = lambda self: -5
+
+    def __lt__(self, other):
+        return False
+
+
+class FalseInt:
+    __class__ = int
+
+    def __repr__(self):
+        return "FalseInt"
+
+    __int__ = __index__ = lambda self: -5
+
+    def __lt__(self, other):
+        return False
+
+
+class FalseTuple:
+    __class__ = tuple
+
+    def __repr__(self):
+        return "FalseTuple"
+
+    def __iter__(self):
+        return iter((2, 3))
+
+
 class TestValues:
     @settings(max_examples=200, deadline=None)
     @given(layouts(anything))
@@ -118,6 +149,13 @@ class TestValues:
         with pytest.raises(AttributeError):
             a.shape = 3
 
+    def test_int_subclasses_are_stored_as_exact_ints(self):
+        layout = Layout((Lying(3), [Lying(2)]), (Lying(1), [Lying(0)]))
+        assert layout == Layout((3, (2,)), (1, (0,)))
+        assert [type(leaf) for leaf in leaves((layout.shape, layout.stride))] == [int] * 4
+        assert layout.index((Lying(2), (1,))) == 2
+        assert Layout.row_major((Lying(3), 2)).stride == (2, 1)
+
     def test_static_under_jit(self):
         traces = []
 
@@ -143,6 +181,11 @@ class TestErrors:
             (np.array([2, 3]), (1, 1), TypeError),
             (np.int64(2), 1, TypeError),
             ({2}, (1,), TypeError),
+            (FalseInt(), 1, TypeError),
+            (2, FalseInt(), TypeError),
+            (FalseTuple(), (1, 1), TypeError),
+            (Lying(0), 1, ValueError),
+            (2, Lying(-1), ValueError),
             (0, 1, ValueError),
             (-2, 1, ValueError),
             ((2, (3, 0)), (1, (1, 1)), ValueError),
