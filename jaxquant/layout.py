@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NoReturn, TypeAlias, cast, final
+from dataclasses import FrozenInstanceError, dataclass
+from typing import NoReturn, TypeAlias, TypeVar, cast, final
 
 IntTree: TypeAlias = "int | tuple[IntTree, ...]"
+_T = TypeVar("_T")
+
+
+def immutable(cls: type[_T]) -> type[_T]:
+    """Refuse to set or delete any attribute of an instance with AttributeError.
+
+    A frozen dataclass with slots does so for its fields; any other name ends in a TypeError about super().
+    """
+
+    def refuse(self: object, name: str, *value: object) -> NoReturn:
+        raise FrozenInstanceError(f"{cls.__name__} is immutable: cannot set or delete {name!r}")
+
+    for method in ("__setattr__", "__delattr__"):
+        setattr(cls, method, refuse)
+    return cls
 
 
 @final
+@immutable
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A shape and a congruent stride; the index of a coordinate is the sum of coordinate times stride.

@@ -12,12 +12,13 @@ import numpy as np
 
 from jaxquant.dtypes import CompoundDType, DType, RepresentationValidationContext, SimpleDType
 from jaxquant.dtypes.kinds import is_kind, is_registered, items
-from jaxquant.layout import IntTree, Layout
+from jaxquant.layout import IntTree, Layout, immutable
 
 _T = TypeVar("_T")
 
 
 @final
+@immutable
 @dataclass(frozen=True, slots=True, eq=False)
 class Plane:
     """One stored plane: an array, the placement layout of its level, and where that begins.
@@ -36,6 +37,7 @@ class Plane:
 
 
 @final
+@immutable
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class Representation:
     """A logical dtype, one plane per entry of its schema, and the adjacent layouts between consecutive

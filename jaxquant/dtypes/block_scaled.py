@@ -23,9 +23,11 @@ from jaxquant.dtypes.kinds import (
 )
 from jaxquant.dtypes.rules import LevelExtent
 from jaxquant.dtypes.structure import sequence
+from jaxquant.layout import immutable
 
 
 @final
+@immutable
 @dataclass(frozen=True, slots=True)
 class Level:
     """One scale of a block-scaled chain: the dtype of the scales, and how many coordinates below share one.
@@ -69,6 +71,7 @@ class Level:
 
 
 @final
+@immutable
 @dataclass(frozen=True, slots=True)
 class SymbolicBits:
     """Bits per element of a format with one scale for the whole array: `constant + whole_scale_bits /

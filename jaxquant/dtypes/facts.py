@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from jaxquant.dtypes.model import ModelMeta
+from jaxquant.layout import immutable
 
 NonfiniteBehavior: TypeAlias = Literal["ieee", "nan_only_all_ones", "finite_only"]
 OverflowPolicy: TypeAlias = Literal["overflow", "saturate"]
 
 
+@immutable
 @dataclass(frozen=True, slots=True)
 class FloatFacts:
     """The bit fields and extreme values of one float format; a value is None where the format has no such

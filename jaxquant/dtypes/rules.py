@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard, TypeVar, cast,
 from jaxquant.dtypes.extents import Whole, WholeExtent
 from jaxquant.dtypes.model import ModelMeta, is_accepted, owned_members
 from jaxquant.dtypes.structure import Structure, class_identity, first_difference, freeze_extension
-from jaxquant.layout import IntTree, Layout, tree_product
+from jaxquant.layout import IntTree, Layout, immutable, tree_product
 
 if TYPE_CHECKING:
     from jaxquant.dtypes.kinds import DType, SimpleDType
@@ -19,6 +19,7 @@ _T = TypeVar("_T")
 
 
 @final
+@immutable
 @dataclass(frozen=True, slots=True, init=False)
 class RepresentationValidationContext:
     """The facts of a representation that universal validation has accepted, for rules to read.

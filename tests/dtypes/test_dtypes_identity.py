@@ -12,8 +12,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from dtype_samples import E4M3_PER_16, Planar, SizeLimit, fresh, is_free
+from dtype_samples import E4M3_PER_16, Planar, SizeLimit, context, fresh, is_free
 
 import jaxquant
 from jaxquant.dtypes import (
@@ -24,8 +25,20 @@ from jaxquant.dtypes import (
     LevelExtent,
     RepresentationRule,
     SimpleDType,
+    SymbolicBits,
 )
+from jaxquant.layout import Layout
+from jaxquant.representation import Plane, Representation
 
+VALUES = [
+    Layout(4, 1),
+    Level(DType.E8M0, 32),
+    SymbolicBits(4.5, 32),
+    DType.E4M3.float_facts,
+    context(Layout(4, 1), 1),
+    Plane(np.zeros(4), Layout(4, 1)),
+    Representation(DType.Float32, [Plane(np.zeros(4, np.float32), Layout(4, 1))]),
+]
 ALL_KINDS = [DType.Floating, DType.E4M3, DType.NVFP4, E4M3_PER_16]
 
 
@@ -56,6 +69,15 @@ class TestImmutability:
     @pytest.mark.parametrize("dtype", ALL_KINDS, ids=repr)
     def test_copies_are_the_same_object(self, dtype):
         assert copy.copy(dtype) is copy.deepcopy(dtype) is copy.deepcopy({"d": [dtype]})["d"][0] is dtype
+
+    @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+    def test_values_refuse_any_attribute(self, value):
+        for name in (dataclasses.fields(value)[0].name, "new", "__class__"):
+            with pytest.raises(AttributeError, match=f"immutable.*{name}"):
+                setattr(value, name, type(value))
+            with pytest.raises(AttributeError, match=f"immutable.*{name}"):
+                delattr(value, name)
+        assert not hasattr(value, "new")
 
     def test_equality_and_hash_are_identity(self):
         assert DType.E4M3 == DType.E4M3 != DType.E5M2
