@@ -641,13 +641,23 @@ def _finish(dtype: DType) -> None:
     registry.publish(dtype, getattr(dtype, _NAME), getattr(dtype, _REPRESENTATION), numpy_dtype)
 
 
+def _class_hint(structure: Any) -> str:
+    """Where to look for the class of a pickled structure, which may be anything."""
+    try:
+        identity: Any = dict(dict(structure)["class"])
+        return f"; its class: {identity['module']}.{identity['qualname']}"
+    except (TypeError, ValueError, KeyError):
+        return ""
+
+
 def _restore(name: str, structure: Structure) -> DType:
     """Unpickle a descriptor: the one registered here under the name, if it is the same thing."""
     try:
         found = DType.from_name(name)
     except LookupError:
-        hint = next((f"; its class: {value}" for label, value in structure if label == "class"), "")
-        raise LookupError(f"the pickled dtype {name!r} is not registered here{hint}") from None
+        raise LookupError(
+            f"the pickled dtype {name!r} is not registered here{_class_hint(structure)}"
+        ) from None
     difference = first_difference(structure, found.structure())
     if difference is not None:
         raise ValueError(f"the pickled dtype {name!r} is not the one registered here: {difference}")

@@ -101,8 +101,8 @@ def is_accepted(cls: type) -> bool:
 
 
 def _check_extension(cls: type) -> None:
-    if type(cls.__module__) is not str:
-        raise TypeError(f"class {cls.__qualname__}: __module__ must be a string")
+    if type(cls.__module__) is not str or type(cls.__qualname__) is not str:
+        raise TypeError(f"class {cls.__name__}: __module__ and __qualname__ must be strings")
     owned = set(owned_members(cls))
     shadowed: set[str] = set()
     for base in cls.__mro__:

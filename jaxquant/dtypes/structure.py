@@ -46,8 +46,9 @@ def sequence(values: Iterable[object]) -> tuple[object, ...]:
     return ("tuple", *values)
 
 
-def class_identity(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+def class_identity(cls: type) -> Structure:
+    # Two fields: joined by a dot, the class C of module a.b would be the class b.C of module a.
+    return (("module", cls.__module__), ("qualname", cls.__qualname__))
 
 
 def first_difference(theirs: object, ours: object, path: str = "") -> str | None:

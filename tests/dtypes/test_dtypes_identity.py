@@ -108,7 +108,21 @@ class TestStructure:
         assert fields["simple_types"] == ("tuple", DType.E4M3.structure())
         assert fields["representation_rules"] == ("tuple", rule.structure())
         assert dict(DType.NVFP4.structure())["element"] == DType.E2M1.structure()
-        assert fields["class"] == "dtype_samples.Planar"
+        assert fields["class"] == (("module", "dtype_samples"), ("qualname", "Planar"))
+
+    @pytest.mark.parametrize("where", ["rule", "dtype"])
+    def test_module_and_qualified_name_are_told_apart(self, where):
+        def identity(module, qualname):
+            body = {"__module__": module, "__qualname__": qualname}
+            if where == "rule":
+                body["validate"] = lambda self, context: None
+                made = type(RepresentationRule)("C", (RepresentationRule,), body)()
+            else:
+                cls = type(DType)("C", (SimpleDType,), body, abstract=False)
+                made = cls(fresh(), bits=8, supertype=DType.Any)
+            return dict(made.structure())["class"]
+
+        assert identity("a.b", "C") == identity("a.b", "C") != identity("a", "b.C")
 
     def test_descriptors_differ(self):
         structures = [dtype.structure() for dtype in DType.registered()]
@@ -174,6 +188,10 @@ OWNED = {
     ],
 }
 CASES = [(cls, member) for cls, members in OWNED.items() for member in members]
+
+
+class Text(str):
+    """A string that is not exact, so that it may compare as it likes."""
 
 
 class TestHostileSubclasses:
@@ -290,9 +308,13 @@ class TestHostileSubclasses:
         with pytest.raises(TypeError, match="final"):
             type("Hostile", (Level,), {})
 
-    def test_a_non_string_module_is_refused(self):
-        with pytest.raises(TypeError, match="__module__"):
-            type(DType)("Hostile", (SimpleDType,), {"__module__": 3})
+    @pytest.mark.parametrize(
+        "body", [{"__module__": 3}, {"__module__": Text("m")}, {"__qualname__": Text("q")}], ids=str
+    )
+    @pytest.mark.parametrize("model", [SimpleDType, RepresentationRule])
+    def test_a_class_identity_other_than_exact_strings_is_refused(self, model, body):
+        with pytest.raises(TypeError, match="__module__ and __qualname__ must be strings"):
+            type(model)("Hostile", (model,), body)
 
 
 EXTENSION = """
@@ -416,7 +438,13 @@ for data in pickle.loads(sys.stdin.buffer.read()):
             restore(name, (*structure, ("more", 1)))
         with pytest.raises(ValueError, match="structure"):
             restore(name, None)
-        with pytest.raises(LookupError, match="SimpleDType"):
+        with pytest.raises(LookupError, match=r"its class: jaxquant\.dtypes\.kinds\.SimpleDType$"):
+            restore(fresh(), structure)
+
+    @pytest.mark.parametrize("structure", [5, None, (5,), (("class", 5),), (("class", ("module", "m")),), ()])
+    def test_a_missing_name_is_a_lookup_error_whatever_the_structure(self, structure):
+        restore, _ = DType.E4M3.__reduce__()
+        with pytest.raises(LookupError, match=r"not registered here$"):
             restore(fresh(), structure)
 
 
