@@ -13,7 +13,7 @@ import numpy as np
 from jaxquant.dtypes import registry
 from jaxquant.dtypes.extents import exact_int, exact_str
 from jaxquant.dtypes.facts import FLOAT_FACTS, FloatFacts, HasFloatFacts
-from jaxquant.dtypes.model import ModelMeta, is_accepted, is_model_class, owned_members
+from jaxquant.dtypes.model import ModelMeta, has_slot, is_accepted, is_model_class, owned_members, read_slot
 from jaxquant.dtypes.rules import RepresentationRule, is_complete_rule
 from jaxquant.dtypes.structure import (
     Structure,
@@ -181,10 +181,9 @@ class DType(metaclass=DTypeMeta):
 
         Structures compare type-exactly under `==`. Raises TypeError during construction.
         """
-        try:
-            return self.__structure
-        except AttributeError:
-            raise TypeError(f"this {type(self).__name__} is not constructed yet") from None
+        if not is_sealed(self):
+            raise TypeError(f"this {type(self).__name__} is not constructed yet")
+        return self.__structure
 
     def structure_extension(self) -> tuple[object, ...]:
         """What a subclass adds to the structure: a tuple of str, int, bool, float, None, Whole and such
@@ -284,7 +283,7 @@ class DType(metaclass=DTypeMeta):
         return _restore, (self.__name, self.__structure)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({getattr(self, _NAME, '<not constructed>')!r})"
+        return f"{type(self).__name__}({read_slot(self, _NAME, '<not constructed>')!r})"
 
 
 class DTypeCategory(DType, abstract=False):
@@ -500,11 +499,11 @@ def is_kind(value: object, kind: type[_D]) -> TypeGuard[_D]:
 
 def is_registered(value: object, kind: type[_D]) -> TypeGuard[_D]:
     """Whether a value is the registered holder of its name and of this kind."""
-    return is_kind(value, kind) and registry.holder(getattr(value, _NAME, None)) is value
+    return is_kind(value, kind) and registry.holder(read_slot(value, _NAME)) is value
 
 
 def is_sealed(dtype: DType) -> bool:
-    return getattr(dtype, "_DType__sealed", False)
+    return has_slot(dtype, "_DType__sealed")
 
 
 def items(values: Iterable[_T], what: str) -> tuple[_T, ...]:
@@ -596,7 +595,7 @@ def begin(
         raise TypeError(f"{type(dtype).__qualname__} is no {kind.__name__}")
     if is_sealed(dtype):
         raise AttributeError(f"{dtype!r} is immutable: cannot construct it again")
-    if hasattr(dtype, _NAME):
+    if has_slot(dtype, _NAME):
         raise TypeError(f"the constructor of {dtype!r} calls the model's constructor twice")
     exact = exact_str(name)
     if not exact:
@@ -612,13 +611,13 @@ def begin(
 
 def add_field(dtype: DType, label: str, value: object) -> None:
     """Extend the structure of a descriptor whose construction has begun."""
-    fields: tuple[tuple[str, object], ...] = getattr(dtype, _FIELDS)
+    fields: tuple[tuple[str, object], ...] = read_slot(dtype, _FIELDS)
     object.__setattr__(dtype, _FIELDS, (*fields, (label, value)))
 
 
 def claim_representation(dtype: DType, representation: Hashable) -> None:
     """Ask that no other descriptor may have this representation."""
-    registry.check_free(getattr(dtype, _NAME), representation)
+    registry.check_free(read_slot(dtype, _NAME), representation)
     object.__setattr__(dtype, _REPRESENTATION, representation)
 
 
@@ -629,16 +628,16 @@ def _finish(dtype: DType) -> None:
         if base is DType or not is_model_class(base):
             continue
         for member in vars(base).values():
-            if isinstance(member, MemberDescriptorType) and not hasattr(dtype, member.__name__):
+            if isinstance(member, MemberDescriptorType) and not has_slot(dtype, member.__name__):
                 raise TypeError(
                     f"the constructor of {type(dtype).__qualname__} never calls that of {base.__qualname__}"
                 )
-    fields: tuple[tuple[str, object], ...] = getattr(dtype, _FIELDS)
+    fields: tuple[tuple[str, object], ...] = read_slot(dtype, _FIELDS)
     structure = (*fields, ("extension", freeze_extension(dtype.structure_extension())))
     object.__setattr__(dtype, "_DType__structure", structure)
     object.__setattr__(dtype, "_DType__sealed", True)
     numpy_dtype = dtype.numpy_dtype if is_kind(dtype, SimpleDType) else None
-    registry.publish(dtype, getattr(dtype, _NAME), getattr(dtype, _REPRESENTATION), numpy_dtype)
+    registry.publish(dtype, read_slot(dtype, _NAME), read_slot(dtype, _REPRESENTATION), numpy_dtype)
 
 
 def _class_hint(structure: Any) -> str:

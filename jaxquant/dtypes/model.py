@@ -38,6 +38,7 @@ _metaclasses: set[type] = set()
 # Every class that has passed the checks below: one made behind the metaclass's back is missing.
 _accepted: WeakSet[type] = WeakSet()
 _open = True
+_EMPTY = object()
 
 
 class ModelMeta(type):
@@ -89,6 +90,18 @@ def owned_members(cls: type) -> frozenset[str]:
         if not (name.startswith("__") and name.endswith("__")) or name == "__repr__"
     }
     return frozenset(own - _HOOKS) | _OWNED_SPECIAL
+
+
+def read_slot(instance: object, name: str, default: Any = None) -> Any:
+    """A private slot of the model, or the default where it is empty; never asks a subclass's __getattr__."""
+    try:
+        return object.__getattribute__(instance, name)
+    except AttributeError:
+        return default
+
+
+def has_slot(instance: object, name: str) -> bool:
+    return read_slot(instance, name, _EMPTY) is not _EMPTY
 
 
 def is_model_class(cls: type) -> bool:

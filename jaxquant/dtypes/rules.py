@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard, TypeVar, cast, final
 
 from jaxquant.dtypes.extents import Whole, WholeExtent
-from jaxquant.dtypes.model import ModelMeta, is_accepted, owned_members
+from jaxquant.dtypes.model import ModelMeta, has_slot, is_accepted, owned_members, read_slot
 from jaxquant.dtypes.structure import Structure, class_identity, first_difference, freeze_extension
 from jaxquant.layout import IntTree, Layout, immutable, tree_product
 
@@ -137,8 +137,8 @@ class RepresentationRule(metaclass=RuleMeta):
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         names = cast("list[str]", copyreg._slotnames(type(self)))  # type: ignore[attr-defined]
-        slots = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        return _restore, (type(self), {**slots, **getattr(self, "__dict__", {})}, self.structure())
+        slots = {name: read_slot(self, name) for name in names if has_slot(self, name)}
+        return _restore, (type(self), {**slots, **read_slot(self, "__dict__", {})}, self.structure())
 
 
 @final
@@ -222,7 +222,7 @@ def is_complete_rule(value: object) -> TypeGuard[RepresentationRule]:
 
 
 def _is_sealed(rule: object) -> bool:
-    return hasattr(rule, "_RepresentationRule__structure")
+    return has_slot(rule, "_RepresentationRule__structure")
 
 
 def _finish(rule: RepresentationRule) -> None:

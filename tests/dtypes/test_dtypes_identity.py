@@ -237,6 +237,70 @@ class TestHostileSubclasses:
         del Extension.later
         assert Extension(fresh(), bits=8, supertype=DType.Any).method() == 3
 
+    def test_getattr_cannot_stand_for_the_model_s_constructor(self):
+        name = fresh()
+        private = {"_DType__fields": (), "_DType__name": name, "_DType__representation": None}
+
+        class Ghost(SimpleDType, abstract=False):
+            def __init__(self):
+                pass
+
+            def __getattr__(self, asked):
+                return private.get(asked)
+
+        with pytest.raises(TypeError, match="never calls"):
+            Ghost()
+        assert is_free(name)
+        with pytest.raises(TypeError, match="not constructed"):
+            Ghost.__new__(Ghost).structure()
+
+    def test_getattr_cannot_complete_a_rule(self):
+        class Ghost(RepresentationRule):
+            def validate(self, context):
+                pass
+
+            def __getattr__(self, asked):
+                return ()
+
+        with pytest.raises(TypeError, match="representation_rules"):
+            Planar(fresh(), simple_types=[DType.Int8], representation_rules=[object.__new__(Ghost)])
+        with pytest.raises(TypeError, match="not constructed"):
+            object.__new__(Ghost).structure()
+
+    def test_a_getattr_that_answers_everything_is_free(self):
+        class Open(SimpleDType, abstract=False):
+            def __init__(self, name):
+                self.own = 1
+                super().__init__(name, bits=8, supertype=DType.Any)
+
+            def __getattr__(self, asked):
+                return None
+
+        class OpenRule(RepresentationRule):
+            __slots__ = ("own", "unset")
+
+            def __init__(self):
+                self.own = 1
+
+            def validate(self, context):
+                pass
+
+            def __getattr__(self, asked):
+                return None
+
+        name = fresh()
+        dtype = Open(name)
+        assert DType.from_name(name) is dtype
+        assert (dtype.own, dtype.other, dtype.bits) == (1, None, 8)
+        rule = OpenRule()
+        assert (rule.own, rule.unset, rule.other) == (1, None, None)
+        with pytest.raises(AttributeError, match="immutable"):
+            rule.own = 2
+        _, (_, state, structure) = rule.__reduce__()
+        assert state["own"] == 1
+        assert "unset" not in state
+        assert structure == rule.structure()
+
     def test_a_mixin_with_other_members_is_welcome(self):
         class Mixin:
             def greet(self):
