@@ -787,6 +787,9 @@ def _library(array: BlockScaledArray) -> Any:
 def _run(function: Callable[..., Any], array: BlockScaledArray, *static: Any) -> Any:
     if _library(array) is np:
         return function(array, *static)
+    if isinstance(array.elements, NarrowArray) and array._coding is not None:
+        # Unpacked in a program of its own: XLA would fuse it into the decoding, which no longer vectorizes.
+        array = array._with(array.levels, array.elements.codes(), array._blocks, array._padding)
     return _jitted(function, array, *static)
 
 

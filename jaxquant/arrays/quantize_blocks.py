@@ -139,7 +139,8 @@ def quantize_blocks(
     scale = _checked_tensor_scale(x, dtype, tensor_scale)
     run = _quantize if isinstance(x, np.ndarray) else _quantize_jitted
     result: BlockScaledArray = run(x, scale, key, options, stored)
-    return result
+    # Packed in a program of its own: XLA would fuse packing with all that leads to the codes, and do it twice.
+    return result._with(result.levels, _elements(result.elements, options), result._blocks, result._padding)
 
 
 def fake_quantize_blocks(x: Array, dtype: BlockScaledDType, **options: Any) -> Array:
@@ -352,7 +353,6 @@ def _quantize(
     else:
         codes, scales = _mx(bits, magnitude, amax, key, options)
         levels = (scales.reshape(scale_shape).view(DType.E8M0.numpy_dtype),)
-    elements = _elements(codes.reshape(stored), options)
     blocks = _trimmed(options.blocks)
     padding = _trimmed_padding(tuple(full - extent for full, extent in zip(stored, x.shape, strict=True)))
     whole = dtype.levels[0].is_whole()
@@ -362,7 +362,9 @@ def _quantize(
         else Whole not in options.blocks
         and math.prod(b for b in options.blocks if isinstance(b, int)) == dtype.levels[0].block
     )
-    return build(levels, elements, dtype if fits else None, np.dtype(np.float32), blocks, dtype, padding)
+    return build(
+        levels, codes.reshape(stored), dtype if fits else None, np.dtype(np.float32), blocks, dtype, padding
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
