@@ -7,6 +7,7 @@ from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeGuard, TypeVar, cast
 from weakref import WeakSet
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -543,6 +544,9 @@ _ABSTRACT_SCALARS = (
 )
 
 
+_JAX_SCALAR: type = type(cast(object, jnp.float32))
+
+
 def _numpy_dtype_of(value: object) -> NumpyDType | None:
     if issubclass(type(value), np.dtype):
         return cast(NumpyDType, value)
@@ -554,9 +558,8 @@ def _numpy_dtype_of(value: object) -> NumpyDType | None:
             return None
         found: NumpyDType = np.dtype(scalar_type)
         return found if found.type is scalar_type else None
-    # jax.numpy's scalar types are classes that carry a numpy dtype.
-    dtype: object = getattr(scalar_type, "dtype", None)
-    return cast(NumpyDType, dtype) if issubclass(type(dtype), np.dtype) else None
+    # jax.numpy's scalar types are classes that carry a numpy dtype; so may any class, which means nothing.
+    return vars(scalar_type).get("dtype") if type(scalar_type) is _JAX_SCALAR else None
 
 
 def _dtype_of_scalar_type(scalar_type: object, bits: int) -> NumpyDType:

@@ -324,6 +324,8 @@ class TestFromAny:
             DType,
             ("Float32",),
             type("Sub", (np.float32,), {}),
+            type("Carrier", (), {"dtype": np.dtype("f4")}),
+            type("JaxSub", (jnp.float32,), {}),
         ],
         ids=repr,
     )
