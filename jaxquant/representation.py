@@ -204,7 +204,8 @@ def _run_rules(
         level_shapes=(plane.layout.shape for plane in planes),
     )
     for rule in dtype.representation_rules:
-        result = cast(object, rule.validate(context))
+        # The class's: the rule's own constructor may have set another on the instance.
+        result = cast(object, type(rule).validate(rule, context))
         if result is not None:
             raise TypeError(f"{rule!r}.validate must return None, got {result!r}")
 

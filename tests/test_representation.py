@@ -353,3 +353,16 @@ def test_a_rejected_category_is_no_dtype():
         Late(fresh())
     with pytest.raises(TypeError, match="registered"):
         Representation(leaked[0], [])
+
+
+def test_a_rule_is_validated_by_its_class():
+    class Lax(RepresentationRule):
+        def __init__(self):
+            self.validate = lambda context: None
+
+        def validate(self, context):
+            raise ValueError("the class refuses")
+
+    dtype = Planar(fresh(), simple_types=[DType.Int8], representation_rules=[Lax()])
+    with pytest.raises(ValueError, match="the class refuses"):
+        Representation(dtype, [Plane(np.zeros(4, np.int8), Layout(4, 1))])
