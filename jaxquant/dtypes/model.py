@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
+from types import FunctionType
+from typing import Any, NoReturn, TypeVar, cast
 from weakref import WeakSet
 
 _T = TypeVar("_T")
@@ -41,6 +42,21 @@ _open = True
 _EMPTY = object()
 
 
+class _Owned:
+    """A method of the model as a data descriptor, which an instance's `__dict__` cannot replace."""
+
+    def __init__(self, member: Any) -> None:
+        self.__member = member
+        self.__doc__ = member.__doc__
+        self.__wrapped__ = getattr(member, "__func__", member)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self.__member.__get__(instance, owner)
+
+    def __set__(self, instance: object, value: object) -> NoReturn:
+        raise AttributeError(f"{self.__wrapped__.__name__!r} belongs to the model: cannot set it")
+
+
 class ModelMeta(type):
     """Classes made while `jaxquant.dtypes` is imported are the model's; those made later extend it."""
 
@@ -49,6 +65,8 @@ class ModelMeta(type):
     ) -> ModelMeta:
         if not _open and mcls not in _metaclasses:
             raise TypeError(f"class {name}: the metaclass {mcls.__name__} is not the model's")
+        if _open:
+            namespace = {key: _owned(key, member) for key, member in namespace.items()}
         cls = super().__new__(mcls, name, bases, namespace, **kwargs)
         if _open:
             _metaclasses.add(mcls)
@@ -111,6 +129,11 @@ def is_model_class(cls: type) -> bool:
 def is_accepted(cls: type) -> bool:
     """Whether a class was made by the model's own metaclass and passed its checks."""
     return type(cls) in _metaclasses and cls in _accepted
+
+
+def _owned(name: str, member: object) -> object:
+    hook = name in _HOOKS or (name.startswith("__") and name.endswith("__"))
+    return member if hook or not isinstance(member, FunctionType | classmethod) else _Owned(member)
 
 
 def _check_extension(cls: type) -> None:

@@ -301,6 +301,40 @@ class TestHostileSubclasses:
         assert "unset" not in state
         assert structure == rule.structure()
 
+    @pytest.mark.parametrize("how", ["in the constructor", "replaced", "afterwards"])
+    def test_the_instance_dict_does_not_reach_the_model(self, how):
+        hostile = {
+            name: lambda *args: "hostile" for name in ("structure", "supertypes", "is_simple", "describe")
+        }
+
+        class Dtype(SimpleDType, abstract=False):
+            def __init__(self, name):
+                if how == "in the constructor":
+                    vars(self).update(hostile)
+                elif how == "replaced":
+                    self.__dict__ = dict(hostile)
+                super().__init__(name, bits=8, supertype=DType.Integer)
+
+        class Rule(RepresentationRule):
+            def __init__(self):
+                vars(self).update(hostile)
+
+            def validate(self, context):
+                pass
+
+        dtype, rule = Dtype(fresh()), Rule()
+        if how == "afterwards":
+            vars(dtype).update(hostile)
+        assert dict(dtype.structure())["bits"] == 8
+        assert dtype.supertypes() == (DType.Integer, DType.Any)
+        assert dtype.is_simple() is True
+        assert dtype.describe().startswith(f"{dtype.name}: 8 bits")
+        assert dict(rule.structure())["extension"] == ("tuple",)
+        planar = Planar(fresh(), simple_types=[dtype], representation_rules=[rule])
+        assert dict(planar.structure())["simple_types"] == ("tuple", dtype.structure())
+        with pytest.raises(AttributeError, match="belongs to the model"):
+            object.__setattr__(dtype, "structure", None)
+
     def test_a_mixin_with_other_members_is_welcome(self):
         class Mixin:
             def greet(self):
