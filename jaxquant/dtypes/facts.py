@@ -4,7 +4,10 @@ added."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
+
+import ml_dtypes
+import numpy as np
 
 from jaxquant.dtypes.model import ModelMeta
 from jaxquant.layout import immutable
@@ -63,6 +66,11 @@ class HasFloatFacts(metaclass=ModelMeta):
     @property
     def float_facts(self) -> FloatFacts:
         """All facts in one record."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """`numpy_dtype`, by its `finfo` name."""
         raise NotImplementedError
 
     @property
@@ -156,3 +164,51 @@ class HasFloatFacts(metaclass=ModelMeta):
     def eps(self) -> float:
         """The distance from 1.0 to the next value."""
         return 2.0**-self.float_facts.significand_bits
+
+    @property
+    def tiny(self) -> float:
+        """`min_normal`, by its older `finfo` name."""
+        return self.float_facts.min_normal
+
+    @property
+    def precision(self) -> int:
+        """Decimal digits that the format holds."""
+        return int(self.__finfo().precision)
+
+    @property
+    def resolution(self) -> float:
+        """The decimal resolution as `finfo` gives it, rounded to the format."""
+        return float(self.__finfo().resolution)
+
+    @property
+    def epsneg(self) -> float:
+        """The distance from 1.0 to the value below."""
+        return float(self.__finfo().epsneg)
+
+    @property
+    def iexp(self) -> int:
+        """Bits of the exponent field, as `finfo` gives them."""
+        return int(self.__finfo().iexp)
+
+    @property
+    def machep(self) -> int:
+        """The exponent of `eps`."""
+        return int(self.__finfo().machep)
+
+    @property
+    def negep(self) -> int:
+        """The exponent of `epsneg`, as `finfo` gives it."""
+        return int(self.__finfo().negep)
+
+    @property
+    def minexp(self) -> int:
+        """The exponent of `min_normal`."""
+        return int(self.__finfo().minexp)
+
+    @property
+    def maxexp(self) -> int:
+        """The least exponent too large for the format."""
+        return int(self.__finfo().maxexp)
+
+    def __finfo(self) -> Any:
+        return cast(Any, ml_dtypes.finfo)(self.dtype)

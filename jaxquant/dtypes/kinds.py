@@ -389,6 +389,12 @@ class SimpleDType(HasFloatFacts, DType, abstract=False):
         except KeyError:
             raise AttributeError(f"float facts are known for the built-in floats, not for {self!r}") from None
 
+    @property
+    def dtype(self) -> NumpyDType:
+        """`numpy_dtype`, by its `finfo` name. Raises AttributeError where this is no built-in float."""
+        _ = self.float_facts
+        return cast(NumpyDType, self.__numpy_dtype)
+
     def describe(self) -> str:
         """The width, place, bit fields and range of the dtype.
 

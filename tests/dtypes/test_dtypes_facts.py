@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -23,6 +24,16 @@ FIELDS = {
     "E3M2": (1, 3, 2, "finite"),
     "E2M3": (1, 2, 3, "finite"),
     "E2M1": (1, 2, 1, "finite"),
+}
+SIMPLE_TYPES = {
+    "Float64": np.float64,
+    "Float32": np.float32,
+    "E8M0": ml_dtypes.float8_e8m0fnu,
+    "E5M2": ml_dtypes.float8_e5m2,
+    "E4M3": ml_dtypes.float8_e4m3fn,
+    "E3M2": ml_dtypes.float6_e3m2fn,
+    "E2M3": ml_dtypes.float6_e2m3fn,
+    "E2M1": ml_dtypes.float4_e2m1fn,
 }
 NARROW = [name for name in FIELDS if not name.startswith("Float")]
 
@@ -111,6 +122,29 @@ def test_facts_agree_with_finfo(name):
         assert dtype.min_subnormal == float(finfo.smallest_subnormal)
 
 
+FINFO_NAMES = [
+    "tiny",
+    "dtype",
+    "precision",
+    "resolution",
+    "epsneg",
+    "iexp",
+    "machep",
+    "negep",
+    "minexp",
+    "maxexp",
+]
+
+
+@pytest.mark.parametrize("finfo", [ml_dtypes.finfo, jnp.finfo], ids=["ml_dtypes", "jax"])
+@pytest.mark.parametrize("fact", FINFO_NAMES)
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_other_names_of_finfo_agree_with_it(name, fact, finfo):
+    found, wanted = (getattr(x, fact) for x in (SimpleDType.from_name(name), finfo(SIMPLE_TYPES[name])))
+    assert found == (wanted if fact == "dtype" else float(wanted))
+    assert type(found) in (int, float) or fact == "dtype"
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_bit_fields(name):
     dtype, (sign_bits, exponent_bits, significand_bits, _) = SimpleDType.from_name(name), FIELDS[name]
@@ -143,7 +177,9 @@ def test_behaviour(name, nonfinite, overflow):
 
 
 @pytest.mark.parametrize("dtype", [DType.Int8, DType.Bool, FLOAT16], ids=repr)
-@pytest.mark.parametrize("fact", ["float_facts", "max_normal", "has_inf", "max", "eps", "min_subnormal"])
+@pytest.mark.parametrize(
+    "fact", ["float_facts", "max_normal", "has_inf", "max", "eps", "min_subnormal", "tiny", "dtype", "iexp"]
+)
 def test_other_dtypes_have_no_float_facts(dtype, fact):
     assert not hasattr(dtype, fact)
     with pytest.raises(AttributeError, match="built-in floats"):
