@@ -48,10 +48,14 @@ class RepresentationValidationContext:
         object.__setattr__(self, "storage_dtypes", tuple(storage_dtypes))
         object.__setattr__(self, "placement_layouts", tuple(placement_layouts))
         object.__setattr__(self, "adjacent_layouts", tuple(adjacent_layouts))
-        object.__setattr__(self, "level_shapes", tuple(level_shapes))
+        object.__setattr__(self, "level_shapes", tuple(map(_frozen, level_shapes)))
 
     def __init_subclass__(cls) -> NoReturn:
         raise TypeError("RepresentationValidationContext is final")
+
+
+def _frozen(shape: Any) -> IntTree:
+    return tuple(map(_frozen, cast("list[Any]", shape))) if isinstance(shape, tuple | list) else shape
 
 
 class RuleMeta(ModelMeta):

@@ -393,13 +393,14 @@ class TestRulesConsumeAReadOnlyValidatedContext:
             storage_dtypes=[DType.Int8],
             placement_layouts=layouts,
             adjacent_layouts=[],
-            level_shapes=[4],
+            level_shapes=(shapes := [[2, [3, 4]], 4]),
         )
         layouts.clear()
+        shapes[0][1].append(5)
         assert facts.storage_dtypes == (DType.Int8,)
         assert facts.placement_layouts == (Layout(4, 1),)
         assert facts.adjacent_layouts == ()
-        assert facts.level_shapes == (4,)
+        assert facts.level_shapes == ((2, (3, 4)), 4)
 
     def test_the_context_is_read_only(self):
         facts = context(Layout(32, 0), 1)
