@@ -63,7 +63,7 @@ class ModelMeta(type):
     def __new__(
         mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
     ) -> ModelMeta:
-        if not _open and mcls not in _metaclasses:
+        if not _open and not _is_metaclass(mcls):
             raise TypeError(f"class {name}: the metaclass {mcls.__name__} is not the model's")
         if _open:
             namespace = {key: _owned(key, member) for key, member in namespace.items()}
@@ -128,7 +128,12 @@ def is_model_class(cls: type) -> bool:
 
 def is_accepted(cls: type) -> bool:
     """Whether a class was made by the model's own metaclass and passed its checks."""
-    return type(cls) in _metaclasses and cls in _accepted
+    return _is_metaclass(type(cls)) and cls in _accepted
+
+
+def _is_metaclass(mcls: type) -> bool:
+    # By identity: a metaclass of the metaclass may define == and hash.
+    return any(mcls is known for known in _metaclasses)
 
 
 def _owned(name: str, member: object) -> object:

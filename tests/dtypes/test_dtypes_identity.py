@@ -390,6 +390,18 @@ class TestHostileSubclasses:
         with pytest.raises(TypeError):
             Level(bare, 32)
 
+    def test_a_metaclass_cannot_pass_for_the_model_s_by_equality(self):
+        class Equal(type):
+            def __hash__(cls):
+                return hash(type(DType))
+
+            def __eq__(cls, other):
+                return True
+
+        evil = Equal("Evil", (type(DType),), {})
+        with pytest.raises(TypeError, match="metaclass"):
+            evil("Hostile", (SimpleDType,), {}, abstract=False)
+
     def test_the_same_metaclass_cannot_be_bypassed_by_type_new(self):
         smuggled = type.__new__(type(DType), "Hostile", (SimpleDType,), {"name": "Float32", "bits": 3})
         with pytest.raises(TypeError):
