@@ -75,7 +75,7 @@ class Layout:
         """
         extents = _tree(shape, "shape", "extents", 1)
         if not isinstance(extents, tuple) or any(isinstance(extent, tuple) for extent in extents):
-            raise TypeError(f"row_major wants the flat shape of an array, got {shape!r}")
+            raise TypeError(f"row_major wants the flat shape of an array, got {shown(shape)}")
         flat = cast("tuple[int, ...]", extents)
         return cls(flat, tuple(math.prod(flat[axis + 1 :]) for axis in range(len(flat))))
 
@@ -115,7 +115,7 @@ class Layout:
         if type(target_size) is not int:
             raise TypeError(f"target_size must be an int, got {type(target_size).__name__}")
         if target_size < 1:
-            raise ValueError(f"target_size must be at least 1, got {target_size}")
+            raise ValueError(f"target_size must be at least 1, got {shown(target_size)}")
         modes = [(stride, extent) for extent, stride in self._modes() if extent > 1]
         reached = 1
         for stride, extent in sorted(mode for mode in modes if mode[0] > 0):
@@ -130,6 +130,14 @@ class Layout:
 
     def _modes(self) -> Iterator[tuple[int, int]]:
         return zip(_leaves(self.shape), _leaves(self.stride), strict=True)
+
+
+def shown(value: object) -> str:
+    """The repr for an error message; a repr that fails (an int of thousands of digits) must not replace it."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"a {type(value).__name__} without a repr"
 
 
 def tree_product(tree: IntTree) -> int:
@@ -155,7 +163,7 @@ def _tree(value: object, what: str, leaves: str, minimum: int | None) -> IntTree
     # int.__index__ ignores whatever a subclass overrides.
     exact = int.__index__(cast(int, value))
     if minimum is not None and exact < minimum:
-        raise ValueError(f"{leaves} must be at least {minimum}, got {exact}")
+        raise ValueError(f"{leaves} must be at least {minimum}, got {shown(exact)}")
     return exact
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxquant.dtypes import CompoundDType, DType, RepresentationValidationContext, SimpleDType
 from jaxquant.dtypes.kinds import is_kind, is_registered, items
-from jaxquant.layout import IntTree, Layout, immutable
+from jaxquant.layout import IntTree, Layout, immutable, shown
 
 _T = TypeVar("_T")
 
@@ -86,7 +86,7 @@ class Representation:
         self, dtype: DType, planes: Iterable[Plane], adjacent_layouts: Iterable[Layout] = ()
     ) -> None:
         if not is_registered(dtype, DType):
-            raise TypeError(f"dtype must be a registered DType, got {cast(object, dtype)!r}")
+            raise TypeError(f"dtype must be a registered DType, got {shown(dtype)}")
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "planes", items(planes, "planes"))
         object.__setattr__(self, "adjacent_layouts", items(adjacent_layouts, "adjacent_layouts"))

@@ -23,7 +23,7 @@ from jaxquant.dtypes.kinds import (
 )
 from jaxquant.dtypes.rules import LevelExtent
 from jaxquant.dtypes.structure import sequence
-from jaxquant.layout import immutable
+from jaxquant.layout import immutable, shown
 
 
 @final
@@ -49,14 +49,14 @@ class Level:
 
     def __post_init__(self) -> None:
         if not is_registered(self.scale, SimpleDType):
-            raise TypeError(f"scale must be a registered SimpleDType, got {self.scale!r}")
+            raise TypeError(f"scale must be a registered SimpleDType, got {shown(self.scale)}")
         if self.block is Whole:
             return
         block = exact_int(self.block)
         if block is None:
             raise TypeError(f"block must be an int or Whole, got {type(self.block).__name__}")
         if block < 1:
-            raise ValueError(f"block must be at least 1, got {block}")
+            raise ValueError(f"block must be at least 1, got {shown(block)}")
         object.__setattr__(self, "block", block)
 
     def __init_subclass__(cls) -> NoReturn:
@@ -101,7 +101,8 @@ class SymbolicBits:
     def evaluate(self, element_count: int) -> float:
         """The cost in bits per element of an array of `element_count` elements.
 
-        Raises TypeError where `element_count` is no integer or is a bool, ValueError where it is below 1.
+        Raises TypeError where `element_count` is no integer or is a bool, ValueError where it is below 1
+        or too large for a float.
         """
         # The product of a shape is often a numpy integer.
         exact = element_count.item() if isinstance(element_count, np.integer) else element_count
@@ -109,8 +110,11 @@ class SymbolicBits:
         if count is None:
             raise TypeError(f"element_count must be an int, got {type(element_count).__name__}")
         if count < 1:
-            raise ValueError(f"element_count must be at least 1, got {count}")
-        return self.constant + self.whole_scale_bits / count
+            raise ValueError(f"element_count must be at least 1, got {shown(count)}")
+        try:
+            return self.constant + self.whole_scale_bits / count
+        except OverflowError:
+            raise ValueError("element_count or a field of the cost is too large for a float") from None
 
 
 class BlockScaledDType(CompoundDType, abstract=False):
@@ -136,11 +140,11 @@ class BlockScaledDType(CompoundDType, abstract=False):
 
     def __init__(self, name: str, *, element: SimpleDType, levels: Iterable[Level]) -> None:
         if not is_registered(element, SimpleDType):
-            raise TypeError(f"element must be a registered SimpleDType, got {element!r}")
+            raise TypeError(f"element must be a registered SimpleDType, got {shown(element)}")
         chain = items(levels, "levels")
         for i, level in enumerate(chain):
             if type(level) is not Level:
-                raise TypeError(f"levels[{i}] must be a Level, got {level!r}")
+                raise TypeError(f"levels[{i}] must be a Level, got {shown(level)}")
         if not chain:
             raise ValueError("levels is empty: a block-scaled dtype has at least one scale level")
         for i, level in enumerate(chain[:-1]):

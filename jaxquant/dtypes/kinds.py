@@ -24,6 +24,7 @@ from jaxquant.dtypes.structure import (
     freeze_extension,
     sequence,
 )
+from jaxquant.layout import shown
 
 if TYPE_CHECKING:
     from jaxquant.dtypes.block_scaled import BlockScaledDType
@@ -148,8 +149,12 @@ class DType(metaclass=DTypeMeta):
         >>> DType.E4M3.supertypes()
         (DTypeCategory('Floating'), DTypeCategory('Any'))
         """
+        found: list[DTypeCategory] = []
         nearest = self.__supertype
-        return () if nearest is None else (nearest, *nearest.supertypes())
+        while nearest is not None:
+            found.append(nearest)
+            nearest = nearest.supertype
+        return tuple(found)
 
     def is_subtype_of(self, other: DType) -> bool:
         """Whether this is `other`, or lies under it. Raises TypeError where `other` is no descriptor.
@@ -243,7 +248,7 @@ class DType(metaclass=DTypeMeta):
         if numpy_dtype is None:
             raise TypeError(
                 "wanted a descriptor, a registered name, a numpy dtype or a scalar type, "
-                f"got {value!r} of type {type(value).__name__}"
+                f"got {shown(value)} of type {type(value).__name__}"
             )
         found = registry.holder(numpy_dtype)
         if found is None:
@@ -352,7 +357,7 @@ class SimpleDType(HasFloatFacts, DType, abstract=False):
     ) -> None:
         width = exact_int(bits)
         if width is None or width < 1:
-            raise ValueError(f"bits must be a positive int, got {bits!r}")
+            raise ValueError(f"bits must be a positive int, got {shown(bits)}")
         _check_supertype(supertype)
         numpy_dtype = None if scalar_type is None else _dtype_of_scalar_type(scalar_type, width)
         begin(
@@ -455,11 +460,11 @@ class CompoundDType(DType):
         planes = items(simple_types, "simple_types")
         for i, plane in enumerate(planes):
             if not is_registered(plane, SimpleDType):
-                raise TypeError(f"simple_types[{i}] must be a registered SimpleDType, got {plane!r}")
+                raise TypeError(f"simple_types[{i}] must be a registered SimpleDType, got {shown(plane)}")
         rules = items(representation_rules, "representation_rules")
         for i, rule in enumerate(rules):
             if not is_complete_rule(rule):
-                raise TypeError(f"representation_rules[{i}] must be a RepresentationRule, got {rule!r}")
+                raise TypeError(f"representation_rules[{i}] must be a RepresentationRule, got {shown(rule)}")
         if not planes:
             raise ValueError("simple_types is empty: a compound dtype has at least one plane")
         begin(
@@ -514,11 +519,11 @@ def is_sealed(dtype: DType) -> bool:
 
 
 def items(values: Iterable[_T], what: str) -> tuple[_T, ...]:
-    try:
-        iterator = iter(values)
-    except TypeError:
-        raise TypeError(f"{what} must be iterable, got {type(values).__name__}") from None
-    return tuple(iterator)
+    # Asked of the type, so that a TypeError raised inside an __iter__ passes unchanged.
+    kind = type(cast(object, values))
+    if not issubclass(kind, Iterable) and not hasattr(kind, "__getitem__"):
+        raise TypeError(f"{what} must be iterable, got {kind.__name__}")
+    return tuple(values)
 
 
 def bit_fields(dtype: SimpleDType) -> str:
@@ -532,7 +537,7 @@ def bit_fields(dtype: SimpleDType) -> str:
 
 def _check_supertype(supertype: object) -> None:
     if not is_registered(supertype, DTypeCategory):
-        raise TypeError(f"supertype must be a registered DTypeCategory, got {supertype!r}")
+        raise TypeError(f"supertype must be a registered DTypeCategory, got {shown(supertype)}")
 
 
 # numpy refuses or deprecates a dtype for these.
@@ -571,7 +576,7 @@ def _numpy_dtype_of(value: object) -> NumpyDType | None:
 def _dtype_of_scalar_type(scalar_type: object, bits: int) -> NumpyDType:
     found = _numpy_dtype_of(scalar_type) if isinstance(scalar_type, type) else None
     if found is None or found.type is not scalar_type:
-        raise TypeError(f"scalar_type must be a numpy or ml_dtypes scalar class, got {scalar_type!r}")
+        raise TypeError(f"scalar_type must be a numpy or ml_dtypes scalar class, got {shown(scalar_type)}")
     value_bits = _value_bits(found)
     if not value_bits <= bits <= 8 * found.itemsize:
         raise ValueError(
@@ -608,7 +613,7 @@ def begin(
         raise TypeError(f"the constructor of {dtype!r} calls the model's constructor twice")
     exact = exact_str(name)
     if not exact:
-        raise ValueError(f"name must be a non-empty string, got {name!r}")
+        raise ValueError(f"name must be a non-empty string, got {shown(name)}")
     registry.check_free(exact, None)
     common = [("kind", kind.__name__), ("class", class_identity(type(dtype))), ("name", exact)]
     enclosing = ("supertype", None if supertype is None else supertype.structure())

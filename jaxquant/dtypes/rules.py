@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard, TypeVar, cast,
 from jaxquant.dtypes.extents import Whole, WholeExtent
 from jaxquant.dtypes.model import ModelMeta, has_slot, is_accepted, owned_members, read_slot
 from jaxquant.dtypes.structure import Structure, class_identity, first_difference, freeze_extension
-from jaxquant.layout import IntTree, Layout, immutable, tree_product
+from jaxquant.layout import IntTree, Layout, immutable, shown, tree_product
 
 if TYPE_CHECKING:
     from jaxquant.dtypes.kinds import DType, SimpleDType
@@ -171,9 +171,9 @@ class LevelExtent(RepresentationRule):
         if extent is not Whole and type(extent) is not int:
             raise TypeError(f"extent must be an int or Whole, got {type(extent).__name__}")
         if level < 0:
-            raise ValueError(f"level must not be negative, got {level}")
+            raise ValueError(f"level must not be negative, got {shown(level)}")
         if isinstance(extent, int) and extent < 1:
-            raise ValueError(f"extent must be at least 1, got {extent}")
+            raise ValueError(f"extent must be at least 1, got {shown(extent)}")
         if _is_sealed(self):
             raise AttributeError("LevelExtent is immutable: cannot construct it again")
         object.__setattr__(self, "_LevelExtent__level", level)

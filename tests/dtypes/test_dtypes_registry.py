@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import threading
@@ -20,7 +21,9 @@ from jaxquant.dtypes import (
     DTypeCategory,
     Level,
     SimpleDType,
+    SymbolicBits,
 )
+from jaxquant.layout import Layout
 
 SIMPLE = {
     "Bool": (8, "Any", np.bool_),
@@ -235,6 +238,52 @@ class TestKinds:
         dtype = SimpleDType(fresh(), bits=16, supertype=category)
         assert dtype.supertypes() == (category, DType.Floating, DType.Any)
         assert category.is_opaque_storage() is False
+
+    def test_a_long_chain_of_categories_needs_no_recursion(self):
+        chain = [DType.Any]
+        for _ in range(300):
+            chain.append(DTypeCategory(fresh(), supertype=chain[-1]))
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(len(inspect.stack(0)) + 100)
+        try:
+            found, below = chain[-1].supertypes(), chain[-1].is_subtype_of(DType.Any)
+        finally:
+            sys.setrecursionlimit(limit)
+        assert found == tuple(reversed(chain[:-1]))
+        assert below is True
+
+    def test_a_type_error_of_a_user_s_iterator_passes_unchanged(self):
+        class Failing:
+            def __iter__(self):
+                raise TypeError("the user's own")
+
+        with pytest.raises(TypeError, match="the user's own"):
+            Planar(fresh(), simple_types=Failing())
+
+    @pytest.mark.parametrize("how", ["scale", "element", "levels", "simple_types", "supertype", "from_any"])
+    def test_a_failing_repr_does_not_replace_the_error(self, how):
+        class Mute:
+            def __repr__(self):
+                raise RuntimeError("no repr")
+
+        attempts = {
+            "scale": lambda: Level(Mute(), 1),
+            "element": lambda: BlockScaledDType(fresh(), element=Mute(), levels=[Level(DType.E8M0, 1)]),
+            "levels": lambda: BlockScaledDType(fresh(), element=DType.Int8, levels=[Mute()]),
+            "simple_types": lambda: Planar(fresh(), simple_types=[Mute()]),
+            "supertype": lambda: DTypeCategory(fresh(), supertype=Mute()),
+            "from_any": lambda: DType.from_any(Mute()),
+        }
+        with pytest.raises(TypeError, match="got a Mute without a repr"):
+            attempts[how]()
+
+    def test_ints_too_long_to_print_are_refused_for_what_they_are(self):
+        with pytest.raises(ValueError, match="block must be at least 1"):
+            Level(DType.E8M0, -(10**5000))
+        with pytest.raises(ValueError, match="extents must be at least 1"):
+            Layout((-(10**5000),), (1,))
+        with pytest.raises(ValueError, match="element_count"):
+            SymbolicBits(4.5, 32.0).evaluate(10**400)
 
     @pytest.mark.parametrize(
         ("scalar_type", "bits", "error"),
