@@ -9,12 +9,13 @@ SOURCES := $(shell find jaxquant -name '*.py' | sort | cksum | cut -d' ' -f1)
 NATIVE := $(wildcard ffi/*.h ffi/CMakeLists.txt ffi/cpu/*)
 install = $(VENV)/.$(1)-$(SOURCES)
 
-.PHONY: demo test test-model test-exhaustive test-matrix avx512 lint format bench selftest info wheel clean help
+.PHONY: demo test test-arrays test-model test-exhaustive test-matrix avx512 lint format bench selftest info wheel clean help
 
 help:
 	@echo "make demo             a real GGUF model's Q4_K weights through quantize and quantized_dot"
 	@echo "make test             the test suite"
 	@echo "make test-exhaustive  100,000 records and blocks on every instruction set and the fallback"
+	@echo "make test-arrays      the long sweeps of block-scaled arrays"
 	@echo "make test-model       the tests on the real model"
 	@echo "make test-matrix      the suite on Python 3.11 with jax 0.10.2 and on 3.13 with the newest jax"
 	@echo "make avx512           the AVX-512 kernels bit for bit, under an emulator where the CPU has none"
@@ -36,6 +37,9 @@ demo: $(call install,demo)
 # Away from the root, so that scripts started by tests import the installed package.
 test: $(call install,test)
 	cd tests && ../$(BIN)/pytest .
+
+test-arrays: $(call install,test)
+	cd tests && ../$(BIN)/pytest . -m arrays
 
 test-exhaustive: $(call install,test)
 	cd tests && ../$(BIN)/pytest . -m exhaustive -v

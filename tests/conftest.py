@@ -28,9 +28,10 @@ def rng() -> np.random.Generator:
 
 
 def pytest_collection_modifyitems(config, items):
-    exhaustive_asked = "exhaustive" in config.getoption("-m")
+    asked = config.getoption("-m")
     for item in items:
-        if item.get_closest_marker("exhaustive") and not exhaustive_asked:
-            item.add_marker(pytest.mark.skip(reason="long: run with -m exhaustive"))
+        long = [name for name in ("exhaustive", "arrays") if item.get_closest_marker(name)]
+        if long and not any(name in asked for name in long):
+            item.add_marker(pytest.mark.skip(reason=f"long: run with -m {long[0]}"))
         if item.get_closest_marker("model") and not os.environ.get("JAXQUANT_MODEL"):
             item.add_marker(pytest.mark.skip(reason="JAXQUANT_MODEL names no GGUF file"))

@@ -669,6 +669,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxquant import DType
 from jaxquant.arrays import block_dot, quantize_blocks
+
+pytestmark = pytest.mark.arrays
 mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 rng = np.random.default_rng(0)
 x = rng.standard_normal((16, 64)).astype(np.float32)

@@ -493,7 +493,7 @@ class TestStatic:
         assert NarrowArray(data, ml_dtypes.float4_e2m1fn).dtype is DType.E2M1
         assert NarrowArray(data, jnp.float8_e4m3fn).dtype is DType.E4M3
         assert NarrowArray(data, np.int8).dtype is DType.Int8
-        assert NarrowArray(data, jnp.int4).dtype == np.dtype(ml_dtypes.int4)
+        assert NarrowArray(data, jnp.uint2).dtype == np.dtype(ml_dtypes.uint2)
         assert NarrowArray(data, WIDTHS[3]).dtype is WIDTHS[3]
 
     def test_representation_accepts_it(self):

@@ -549,6 +549,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 import jax.numpy as jnp
 from jaxquant import BlockScaledDType, DType
 from jaxquant.arrays import quantize_blocks, block_dot, fake_quantize_blocks
+
+pytestmark = pytest.mark.arrays
 bits = np.random.default_rng(0).integers(0, 0x7F800000, (16, 64)).astype(np.uint32)
 x = bits.view(np.float32)
 for dtype in (DType.MXFP8_E4M3, DType.MXFP6_E2M3, DType.MXFP4, DType.MXINT8, DType.NVFP4):
