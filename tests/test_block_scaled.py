@@ -18,6 +18,8 @@ import pytest
 from jaxquant import BlockScaledDType, DType, Level, Whole
 from jaxquant.arrays import BlockScaledArray, NarrowArray, quantize_blocks, swizzle
 
+pytestmark = pytest.mark.arrays
+
 ALL = tuple(block_oracle.ELEMENTS)
 E8M0 = ml_dtypes.float8_e8m0fnu
 TWO_LEVELS = BlockScaledDType(
@@ -669,8 +671,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxquant import DType
 from jaxquant.arrays import block_dot, quantize_blocks
-
-pytestmark = pytest.mark.arrays
 mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 rng = np.random.default_rng(0)
 x = rng.standard_normal((16, 64)).astype(np.float32)

@@ -19,6 +19,8 @@ from jaxquant import BlockScaledDType, DType, Level, SimpleDType, Whole
 from jaxquant.arrays import BlockScaledArray, NarrowArray, fake_quantize_blocks, quantize_blocks
 from jaxquant.arrays.quantize_blocks import scale_bytes
 
+pytestmark = pytest.mark.arrays
+
 GOLDEN = {
     "MXFP8_E4M3": "e4m3fn",
     "MXFP8_E5M2": "e5m2",
@@ -549,8 +551,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 import jax.numpy as jnp
 from jaxquant import BlockScaledDType, DType
 from jaxquant.arrays import quantize_blocks, block_dot, fake_quantize_blocks
-
-pytestmark = pytest.mark.arrays
 bits = np.random.default_rng(0).integers(0, 0x7F800000, (16, 64)).astype(np.uint32)
 x = bits.view(np.float32)
 for dtype in (DType.MXFP8_E4M3, DType.MXFP6_E2M3, DType.MXFP4, DType.MXINT8, DType.NVFP4):
