@@ -154,4 +154,13 @@ constexpr uint32_t kInfinityKey = 0xFF000000u;  // this or more: the block holds
 // The least valid extreme is 0x02FE0001; below it, -127 / extreme overflows.
 constexpr uint32_t kLeastKey = 0x02FE0001u << 1;
 
+// Whether the block of this greatest key has a scale; if not, its record is zero or poison.
+JAXQUANT_INLINE bool has_scale(uint32_t key) { return key >= kLeastKey && key < kInfinityKey; }
+
+JAXQUANT_INLINE void write_scaleless_record(uint32_t key, uint8_t* out) {
+  memset(out, 0, q8k::kBytes);
+  const bool zero = key <= 1;
+  if (!zero) store(out + q8k::kDs, q8k::kPoison);
+}
+
 }  // namespace jaxquant

@@ -13,10 +13,8 @@ void quantize_record(const uint8_t* values, uint8_t* out) {
     const uint32_t candidate = extreme_key(load<uint32_t>(values + 4 * i));
     if (candidate > key) key = candidate;
   }
-  if (key < kLeastKey || key >= kInfinityKey) {
-    memset(out, 0, q8k::kBytes);
-    const bool zero = key <= 1;
-    if (!zero) store(out + q8k::kDs, q8k::kPoison);
+  if (!has_scale(key)) {
+    write_scaleless_record(key, out);
     return;
   }
   const Q8KScale scale = q8k_scale(bit_cast<float>(extreme_bits(key)));

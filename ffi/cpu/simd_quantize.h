@@ -8,12 +8,6 @@
 namespace jaxquant {
 namespace {
 
-JAXQUANT_INLINE void write_empty_record(uint32_t key, uint8_t* out) {
-  memset(out, 0, q8k::kBytes);
-  const bool zero = key <= 1;
-  if (!zero) store(out + q8k::kDs, q8k::kPoison);
-}
-
 constexpr int kTogether = 8;
 
 // Up to eight blocks. What follows the values is fetched while the extremes are found.
@@ -34,8 +28,8 @@ JAXQUANT_INLINE void quantize_few(const uint8_t* values, uint8_t* out, int count
   _mm256_store_ps(inverses, inverse);
   _mm256_store_ps(scales, _mm256_div_ps(_mm256_set1_ps(1.0f), inverse));
   for (int r = 0; r < count; ++r) {
-    if (keys[r] < kLeastKey || keys[r] >= kInfinityKey) {
-      write_empty_record(keys[r], out + r * q8k::kBytes);
+    if (!has_scale(keys[r])) {
+      write_scaleless_record(keys[r], out + r * q8k::kBytes);
     } else {
       V::write_record(values + r * kValueBytes, inverses[r], scales[r], out + r * q8k::kBytes);
     }
