@@ -14,17 +14,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from dtype_samples import block_scaled
 
-from jaxquant import BlockScaledDType, DType, Level, Whole
+from jaxquant import DType, Level, Whole
 from jaxquant.arrays import BlockScaledArray, NarrowArray, quantize_blocks, swizzle
 
 pytestmark = pytest.mark.arrays
 
 ALL = tuple(block_oracle.ELEMENTS)
 E8M0 = ml_dtypes.float8_e8m0fnu
-TWO_LEVELS = BlockScaledDType(
-    "test.TwoLevels", element=DType.E2M1, levels=[Level(DType.E4M3, 16), Level(DType.E8M0, 8)]
-)
+TWO_LEVELS = block_scaled("test.TwoLevels", DType.E2M1, [Level(DType.E4M3, 16), Level(DType.E8M0, 8)])
 
 
 @pytest.fixture(params=[np.asarray, jnp.asarray], ids=["numpy", "jax"])

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from dtype_samples import block_scaled
 
 from jaxquant import BlockScaledDType, DType, Level, SimpleDType, Whole
 from jaxquant.arrays import BlockScaledArray, NarrowArray, fake_quantize_blocks, quantize_blocks
@@ -404,7 +405,7 @@ def test_blocks_of_any_shape(rng, quantized, name, block_shape):
 
 
 def test_a_registered_format_of_other_blocks(rng):
-    dtype = BlockScaledDType("test.MXFP8_16x16", element=DType.E4M3, levels=[Level(DType.E8M0, 256)])
+    dtype = block_scaled("test.MXFP8_16x16", DType.E4M3, [Level(DType.E8M0, 256)])
     x = rng.standard_normal((32, 32)).astype(np.float32)
     array = quantize_blocks(x, dtype, block_shape=(16, 16))
     assert array.format is dtype
@@ -579,7 +580,7 @@ E8 = SimpleDType("test.quantize.Odd", bits=8, supertype=DType.Floating)
 
 def custom(element, *levels):
     name = f"test.quantize.{element.name}.{len(BlockScaledDType.registered())}"
-    return BlockScaledDType(name, element=element, levels=levels)
+    return block_scaled(name, element, levels)
 
 
 @pytest.mark.parametrize(
