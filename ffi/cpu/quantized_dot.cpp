@@ -1,10 +1,7 @@
 // The XLA handler of jaxquant.quantized_dot and everything vmap makes of it.
-//
-// Attributes lhs_dims and rhs_dims name, for each axis of an operand but the last, the axis of the
-// result that it runs along, or -1 for the record axis. Nothing is ever transposed: axes become strides.
 #include <algorithm>
-#include <array>
 
+#include "axes.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "record.h"
@@ -14,71 +11,6 @@ namespace jaxquant {
 namespace {
 
 namespace ffi = xla::ffi;
-
-constexpr int kMaxAxes = 64;
-
-// An axis of the result, with the strides it makes in the operands (bytes, 0 if absent) and in the result.
-struct Axis {
-  int64_t extent = 1;
-  int64_t w = 0;
-  int64_t x = 0;
-  int64_t out = 0;
-
-  bool is_row() const { return w != 0 && x == 0; }
-  bool is_column() const { return w == 0 && x != 0; }
-};
-
-struct Axes {
-  std::array<Axis, kMaxAxes> axis;
-  int count = 0;
-};
-
-// Strides of an operand's axes into `axes`, by `stride` of Axis; returns the stride of the record axis.
-int64_t place(ffi::AnyBuffer::Dimensions shape, ffi::Span<const int64_t> dims, int64_t Axis::* stride, Axes& axes) {
-  int64_t step = shape.back();
-  int64_t record = 0;
-  for (size_t i = dims.size(); i-- > 0;) {
-    if (dims[i] < 0) {
-      record = step;
-    } else {
-      axes.axis[static_cast<size_t>(dims[i])].*stride = step;
-    }
-    step *= shape[i];
-  }
-  return record;
-}
-
-// Drops axes of one element and joins neighbours that are one axis in each operand and in the result.
-void simplify(Axes& axes) {
-  int kept = 0;
-  for (int i = 0; i < axes.count; ++i) {
-    const Axis inner = axes.axis[i];
-    if (inner.extent == 1) continue;
-    if (kept > 0) {
-      Axis& outer = axes.axis[kept - 1];
-      if (outer.w == inner.w * inner.extent && outer.x == inner.x * inner.extent &&
-          outer.out == inner.out * inner.extent) {
-        outer = {outer.extent * inner.extent, inner.w, inner.x, inner.out};
-        continue;
-      }
-    }
-    axes.axis[kept++] = inner;
-  }
-  axes.count = kept;
-}
-
-// Takes the longest axis that `wanted` accepts out of `axes`; one of a single element if there is none.
-Axis take_longest(Axes& axes, bool (Axis::*wanted)() const) {
-  int best = -1;
-  for (int i = 0; i < axes.count; ++i) {
-    if ((axes.axis[i].*wanted)() && (best < 0 || axes.axis[i].extent > axes.axis[best].extent)) best = i;
-  }
-  if (best < 0) return {};
-  const Axis taken = axes.axis[best];
-  std::copy(axes.axis.begin() + best + 1, axes.axis.begin() + axes.count, axes.axis.begin() + best);
-  --axes.count;
-  return taken;
-}
 
 constexpr int64_t round_up(int64_t a, int64_t step) { return (a + step - 1) / step * step; }
 
@@ -94,33 +26,24 @@ ffi::Error quantized_dot(ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::Result<ffi
   if (shape.size() > kMaxAxes) return ffi::Error::InvalidArgument("quantized_dot: more than 64 axes in the result");
   if (result->element_count() == 0) return ffi::Error::Success();
 
-  Axes axes;
-  axes.count = static_cast<int>(shape.size());
-  int64_t step = 1;
-  for (size_t i = shape.size(); i-- > 0;) {
-    axes.axis[i].extent = shape[i];
-    axes.axis[i].out = step;
-    step *= shape[i];
-  }
+  const auto dimensions = [](ffi::AnyBuffer::Dimensions extents) { return Shape{extents.begin(), extents.size()}; };
+  const Contraction all = contraction(dimensions(shape), dimensions(lhs.dimensions()), lhs_dims.begin(),
+                                      dimensions(rhs.dimensions()), rhs_dims.begin());
+  const Axes& axes = all.batch;
+  const Axis& rows = all.rows;
+  const Axis& columns = all.columns;
+  const int64_t products = all.products;
   MatMul whole = {};
   whole.w = static_cast<const uint8_t*>(lhs.untyped_data());
-  whole.x = static_cast<const uint8_t*>(rhs.untyped_data());
-  whole.out = static_cast<float*>(result->untyped_data());
-  whole.w_record = place(lhs.dimensions(), lhs_dims, &Axis::w, axes);
-  whole.x_record = place(rhs.dimensions(), rhs_dims, &Axis::x, axes);
-  for (size_t i = 0; i < lhs_dims.size(); ++i) {
-    if (lhs_dims[i] < 0) whole.records = lhs.dimensions()[i];
-  }
-
-  simplify(axes);
-  const Axis rows = take_longest(axes, &Axis::is_row);
-  const Axis columns = take_longest(axes, &Axis::is_column);
   whole.w_row = rows.w;
-  whole.out_row = rows.out;
+  whole.w_record = all.w_record;
+  whole.x = static_cast<const uint8_t*>(rhs.untyped_data());
   whole.x_column = columns.x;
+  whole.x_record = all.x_record;
+  whole.out = static_cast<float*>(result->untyped_data());
+  whole.out_row = rows.out;
   whole.out_column = columns.out;
-  int64_t products = 1;
-  for (int i = 0; i < axes.count; ++i) products *= axes.axis[i].extent;
+  whole.records = all.records;
 
   // Split rows first, and columns only where rows are too few: a panel of rows is packed once per split.
   const int64_t depth = std::max<int64_t>(whole.records, 1);
