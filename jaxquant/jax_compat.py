@@ -5,16 +5,26 @@ The rest of the package uses public modules only (`jax`, `jax.ffi`, `jax.extend`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import checkify
+from jax._src import checkify, xla_bridge
+from jax._src.lib import xla_client
 from jax.sharding import PartitionSpec
+from numpy.typing import NDArray
 
-__all__ = ["add_user_check", "leading_spec", "result_aval", "to_common_varying"]
+__all__ = [
+    "Tiling",
+    "add_user_check",
+    "leading_spec",
+    "register_partitioner",
+    "result_aval",
+    "to_common_varying",
+]
 
 
 def leading_spec(aval: Any, axis: int) -> Any:
@@ -66,3 +76,94 @@ def add_user_check(primitive: Any, failed: Callable[[jax.Array], jax.Array], mes
         return error, result
 
     checkify.error_checks[primitive] = rule
+
+
+class Tiling(NamedTuple):
+    """Which tile of a value each device holds.
+
+    Attributes:
+        counts: how many tiles each axis has.
+        tiles: int64 [devices, rank], the tile of every axis that a device holds; devices count as in the program.
+        manual: int64 [devices], which group a device is in where shard_map has split the program itself already.
+    """
+
+    counts: tuple[int, ...]
+    tiles: NDArray[np.int64]
+    manual: NDArray[np.int64]
+
+
+# How a call is split: target, operand shapes and tilings, result shape and tiling and backend config to the
+# StableHLO of one device's call and the tilings it wants. None is for a value that every device holds.
+Partition = Callable[..., tuple[str, list[Tiling | None], Tiling | None]]
+
+
+def register_partitioner(target: str, partition: Partition) -> None:
+    """Let ``partition`` split the calls of a custom-call target over devices, on every platform.
+
+    `jax.experimental.custom_partitioning` does so with callbacks that only the process that traced a program
+    has, and programs that hold one are neither cached on disk (jax#21159) nor exported. A call by this name
+    holds nothing but its operands and attributes.
+    """
+
+    def split(shapes: Any, shardings: Any, result_shape: Any, result_sharding: Any, config: bytes) -> Any:
+        values = [*zip(shapes, shardings, strict=True), (result_shape, result_sharding)]
+        tilings = [_tiling(sharding, len(shape.dimensions())) for shape, sharding in values]
+        extents = [tuple(shape.dimensions()) for shape, _ in values]
+        call, *wanted = partition(target, extents[:-1], tilings[:-1], extents[-1], tilings[-1], config.decode())
+        operands, result = wanted
+        made = [
+            # A sharding that is right already is handed back as it is, so that nothing looks moved.
+            sharding if _same(have, want) and sharding is not None else _sharding(want)
+            for (_, sharding), have, want in zip(values, tilings, [*operands, result], strict=True)
+        ]
+        return call.encode(), made[:-1], made[-1]
+
+    def infer(shapes: Any, shardings: Any, result_shape: Any, config: bytes) -> Any:
+        return split(shapes, shardings, result_shape, None, config)[2]
+
+    def propagate(sharding: Any, shape: Any, config: bytes) -> Any:
+        return sharding
+
+    register = functools.partial(
+        xla_client.register_custom_call_partitioner,
+        name=target,
+        prop_user_sharding=propagate,
+        partition=split,
+        infer_sharding_from_operands=infer,
+        can_side_effecting_have_replicated_sharding=True,
+    )
+    register()
+    xla_bridge.register_plugin_callbacks(register)
+
+
+def _tiling(sharding: Any, rank: int) -> Tiling | None:
+    if sharding is None or not sharding.is_tiled():
+        return None
+    shape = sharding.tile_assignment_dimensions()
+    devices = np.array(sharding.tile_assignment_devices(), np.int64)
+    tiles = np.empty((len(devices), len(shape)), np.int64)
+    tiles[devices] = np.stack(np.unravel_index(np.arange(len(devices)), shape), axis=1)
+    groups = [
+        tiles[:, axis]
+        for axis, kind in enumerate(sharding.subgroup_types(), rank)
+        if kind == xla_client.OpSharding.Type.MANUAL
+    ]
+    manual = groups[0] if groups else np.zeros(len(devices), np.int64)
+    return Tiling(tuple(shape[:rank]), tiles[:, :rank], manual)
+
+
+def _same(a: Tiling | None, b: Tiling | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.counts == b.counts and np.array_equal(a.tiles, b.tiles) and np.array_equal(a.manual, b.manual)
+
+
+def _sharding(tiling: Tiling | None) -> Any:
+    groups = 1 if tiling is None else int(tiling.manual.max()) + 1
+    if tiling is None or (groups == 1 and set(tiling.counts) <= {1}):
+        return xla_client.HloSharding.replicate()
+    by_tile = np.lexsort([tiling.manual, *reversed(tiling.tiles.T)])
+    kinds = xla_client.OpSharding.Type
+    return xla_client.HloSharding.subgroup_with_device_ordering(
+        by_tile.reshape(*tiling.counts, groups, -1), subgroup_types=[kinds.MANUAL, kinds.REPLICATED]
+    )

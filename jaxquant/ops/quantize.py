@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from jaxquant import jax_compat
-from jaxquant.ops import fallback, native
+from jaxquant.ops import fallback, native, partition
 from jaxquant.ops.operands import check_array, check_format
 from jaxquant.quant import RecordFormat, q8_k
 
@@ -111,9 +111,11 @@ jax_compat.add_user_check(
 
 def _lower(ctx: Any, values: Any, *, backend: str, platform: str) -> Any:
     if native.runs_native(backend, platform, "quantize"):
-        return jax.ffi.ffi_lowering(native.FFI_TARGETS[0])(ctx, values)
+        attributes = partition.quantize_attributes(ctx.avals_in[0], ctx.avals_out[0])
+        return jax.ffi.ffi_lowering(native.FFI_TARGETS[0], extra_attributes=attributes)(ctx, values)
     return mlir.lower_fun(fallback.quantize, multiple_results=False)(ctx, values)
 
 
 mlir.register_lowering(quantize_p, functools.partial(_lower, platform="other"))
 mlir.register_lowering(quantize_p, functools.partial(_lower, platform="cpu"), platform="cpu")
+partition.register_quantize(native.FFI_TARGETS[0])

@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.typing import DTypeLike
 
 from jaxquant import jax_compat
-from jaxquant.ops import fallback, native
+from jaxquant.ops import fallback, native, partition
 from jaxquant.ops.operands import check_array, check_format
 from jaxquant.quant import RecordFormat, q4_k, q8_k
 
@@ -175,7 +175,8 @@ def _lower(
     platform: str,
 ) -> Any:
     if native.runs_native(backend, platform, "quantized_dot"):
-        return jax.ffi.ffi_lowering(native.FFI_TARGETS[1])(
+        attributes = partition.dot_attributes(*ctx.avals_in, *ctx.avals_out, lhs_dims, rhs_dims)
+        return jax.ffi.ffi_lowering(native.FFI_TARGETS[1], extra_attributes=attributes)(
             ctx, lhs, rhs, lhs_dims=np.array(lhs_dims, np.int64), rhs_dims=np.array(rhs_dims, np.int64)
         )
     run = functools.partial(fallback.quantized_dot, lhs_dims=lhs_dims, rhs_dims=rhs_dims)
@@ -184,3 +185,4 @@ def _lower(
 
 mlir.register_lowering(quantized_dot_p, functools.partial(_lower, platform="other"))
 mlir.register_lowering(quantized_dot_p, functools.partial(_lower, platform="cpu"), platform="cpu")
+partition.register_dot(native.FFI_TARGETS[1])
