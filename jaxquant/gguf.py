@@ -44,10 +44,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from jaxquant.gguf_types import Blocks
 
 __all__ = ["GGUFError", "GGUFFile", "TensorInfo", "open"]
 
@@ -411,6 +414,22 @@ class GGUFFile:
         if info.type != "Q4_K":
             raise TypeError(f"tensor {name!r} is {info.type}, records are Q4_K; use array({name!r})")
         return raw.reshape(*info.shape[:-1], info.shape[-1] // 256, 144)
+
+    def blocks(self, name: str) -> Blocks:
+        """A Q4_K, Q5_K, Q6_K, Q5_0 or Q8_0 tensor in its bytes, with a decoder: a read-only view as ``records`` is.
+
+        Raises:
+            KeyError: no tensor has this name; the message suggests near ones.
+            TypeError: ``name`` is no string.
+            ValueError: there is no decoder for the tensor's type, or the file object is closed.
+            GGUFError: the file has shrunk since it was opened.
+        """
+        from jaxquant.gguf_types import Blocks
+
+        info, raw = self._tensor(name)
+        type_ = _TYPES_BY_NAME[info.type]
+        blocks = info.shape[-1] // type_.block_size if info.shape else 1
+        return Blocks(raw.reshape(*info.shape[:-1], blocks, type_.block_bytes), info.type)
 
     def array(self, name: str) -> NDArray[np.float32]:
         """A tensor of any type as float32, in its row-major shape; a fresh array that owns its memory.
