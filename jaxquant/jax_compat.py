@@ -33,13 +33,15 @@ def leading_spec(aval: Any, axis: int) -> Any:
     return spec[axis] if axis < len(spec) else None
 
 
-def result_aval(operand: Any, shape: Sequence[Any], dtype: Any, spec: Sequence[Any]) -> Any:
-    """The abstract value of a result: ``operand``'s mesh and varying axes with another shape, dtype and spec."""
-    return operand.update(
+def result_aval(operands: Sequence[Any], shape: Sequence[Any], dtype: Any, spec: Sequence[Any]) -> Any:
+    """The abstract value of a result: the operands' mesh and varying axes with another shape, dtype and spec."""
+    on_mesh = [operand for operand in operands if not operand.sharding.mesh.empty]  # a constant is on none
+    like = (on_mesh or operands)[0]
+    return like.update(
         shape=tuple(shape),
         dtype=np.dtype(dtype),
         weak_type=False,
-        sharding=operand.sharding.update(spec=PartitionSpec(*spec)),
+        sharding=like.sharding.update(spec=PartitionSpec(*spec)),
     )
 
 

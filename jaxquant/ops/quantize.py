@@ -71,9 +71,10 @@ def _abstract_eval(values: Any, *, backend: str) -> Any:
     spec = [jax_compat.leading_spec(values, axis) for axis in range(values.ndim)]
     if spec[-1] is not None:
         raise ValueError(
-            f"quantize: the 256 elements of a block may not be sharded, got values {values.str_short()}"
+            "quantize: the 256 elements of a block may not be sharded over devices, got values "
+            f"{values.str_short()}; reshard them first, as with jax.reshard"
         )
-    return jax_compat.result_aval(values, (*values.shape[:-1], q8_k.record_bytes), jnp.uint8, spec)
+    return jax_compat.result_aval([values], (*values.shape[:-1], q8_k.record_bytes), jnp.uint8, spec)
 
 
 quantize_p.def_abstract_eval(_abstract_eval)

@@ -108,23 +108,23 @@ def _abstract_eval(
     assert lhs.dtype == rhs.dtype == jnp.uint8
     extents: dict[int, Any] = {}
     specs: dict[int, Any] = {}
-    for operand, dims in ((lhs, lhs_dims), (rhs, rhs_dims)):
+    for name, operand, dims in (("lhs", lhs, lhs_dims), ("rhs", rhs, rhs_dims)):
+        if _record_spec(operand, dims) is not None:
+            raise ValueError(
+                "quantized_dot: records are added in order, so the record axis and the bytes of a record may not be "
+                f"sharded over devices, got {name} {operand.str_short()}; reshard it first, as with jax.reshard"
+            )
         for axis, dim in enumerate(dims):
-            spec = jax_compat.leading_spec(operand, axis)
             if extents.setdefault(dim, operand.shape[axis]) != operand.shape[axis]:
                 raise ValueError(
                     f"quantized_dot: extents of a mapped axis differ, got lhs {lhs.shape} and rhs {rhs.shape}"
                 )
-            if specs.get(dim) is None:
+            spec = jax_compat.leading_spec(operand, axis)
+            if specs.setdefault(dim, spec) is None:
                 specs[dim] = spec
-        if _record_spec(operand, dims) is not None:
-            raise ValueError(
-                "quantized_dot: records are added in order, so the record axis and the bytes may not be sharded; "
-                f"got {operand.str_short()}. Reshard the operand first."
-            )
     rank = len(extents) - 1
     return jax_compat.result_aval(
-        lhs, [extents[i] for i in range(rank)], jnp.float32, [specs[i] for i in range(rank)]
+        [lhs, rhs], [extents[i] for i in range(rank)], jnp.float32, [specs[i] for i in range(rank)]
     )
 
 
