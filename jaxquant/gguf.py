@@ -40,13 +40,14 @@ import os
 import stat
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -148,6 +149,9 @@ _MAX_RANK = 4
 _MAX_DEPTH = 4
 _MAX_ELEMENTS = 1 << 48  # zero extents counted as one, so that every shape is one NumPy can hold
 
+_COPIED_AT_ONCE = 4 << 20  # bytes of the mapped file that a copy holds in memory beside what it copied
+_XLA_ALIGNMENT = 64  # bytes; the CPU client takes over a buffer so aligned and copies any other
+
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _PATH = str | os.PathLike[str]
 
@@ -179,6 +183,20 @@ class _Source:
         size = self.map.size()
         if size < self.size:
             raise GGUFError(f"{self.path} shrank from {self.size} to {size} bytes while it was open")
+
+    def copy(self, out: NDArray[np.uint8], view: NDArray[np.uint8]) -> None:
+        """Copy a view of the mapping, keeping few of the file's pages in memory."""
+        if view.nbytes > _COPIED_AT_ONCE and view.ndim > 1:
+            step = max(1, _COPIED_AT_ONCE * len(view) // view.nbytes)
+            for start in range(0, len(view), step):
+                part = slice(start, start + step) if len(view) > 1 else 0
+                self.copy(out[part], view[part])
+            return
+        out[...] = view
+        if view.size and hasattr(mmap, "MADV_DONTNEED"):
+            first, end = (at - self.bytes.ctypes.data for at in byte_bounds(view))
+            first -= first % mmap.PAGESIZE
+            self.map.madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
 class _Cursor:
@@ -431,6 +449,69 @@ class GGUFFile:
         blocks = info.shape[-1] // type_.block_size if info.shape else 1
         return Blocks(raw.reshape(*info.shape[:-1], blocks, type_.block_bytes), info.type)
 
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """A tensor's bytes as they are stored, whatever its type: u8 [\\*rows, K / block size, bytes per block].
+
+        A read-only view as :meth:`records` is; a type of single values has blocks of one.
+
+        Raises:
+            KeyError: no tensor has this name; the message suggests near ones.
+            TypeError: ``name`` is no string.
+            ValueError: the file object is closed.
+            GGUFError: the file has shrunk since it was opened.
+        """
+        info, raw = self._tensor(name)
+        type_ = _TYPES_BY_NAME[info.type]
+        blocks = info.shape[-1] // type_.block_size if info.shape else 1
+        return raw.reshape(*info.shape[:-1], blocks, type_.block_bytes)
+
+    def device_records(self, name: str | Sequence[str], sharding: jax.sharding.Sharding) -> jax.Array:
+        """Q4_K records placed over devices: u8 [\\*rows, G, 144], or [L, \\*rows, G, 144] of L stacked tensors.
+
+        Every process reads the bytes of its own devices' tiles only, once each, and holds little more than
+        them in memory meanwhile. Shard over rows or layers: a dot gathers weights sharded over G.
+
+        Args:
+            name: a tensor, or a sequence of tensors of one shape, such as one weight of every layer.
+            sharding: where the result lies, for example
+                ``jax.NamedSharding(mesh, jax.P("rows"))``, or ``jax.P(None, "rows")`` for stacked tensors.
+
+        Raises:
+            KeyError: no tensor has this name; the message suggests near ones.
+            TypeError: a tensor is not Q4_K, a name is no string, or ``sharding`` is no sharding.
+            ValueError: no name is given, the tensors' shapes differ, the sharding does not divide them, or
+                the file object is closed.
+            GGUFError: the file has shrunk since it was opened.
+
+        Source: ``docs/sharding.md`` has the whole recipe.
+        """
+        import jax
+
+        if not isinstance(sharding, jax.sharding.Sharding):
+            raise TypeError(f"sharding must be a jax.sharding.Sharding, got {type(sharding).__name__}")
+        names = [name] if isinstance(name, str) else list(name)
+        if not names:
+            raise ValueError("device_records: no tensor is named")
+        views = [self.records(each) for each in names]
+        for each, view in zip(names, views, strict=True):
+            if view.shape != views[0].shape:
+                raise ValueError(
+                    f"tensors to be stacked must have one shape, but {names[0]!r} has records {views[0].shape} "
+                    f"and {each!r} {view.shape}"
+                )
+        source = self._held().source
+
+        def tile(index: tuple[slice, ...]) -> NDArray[np.uint8]:
+            layers, within = (slice(None), index) if isinstance(name, str) else (index[0], index[1:])
+            parts = [view[within] for view in views[layers]]
+            out = _aligned((len(parts), *parts[0].shape))
+            for row, part in zip(out, parts, strict=True):
+                source.copy(row, part)
+            return out[0] if isinstance(name, str) else out
+
+        shape = views[0].shape if isinstance(name, str) else (len(views), *views[0].shape)
+        return jax.make_array_from_callback(shape, sharding, tile)
+
     def array(self, name: str) -> NDArray[np.float32]:
         """A tensor of any type as float32, in its row-major shape; a fresh array that owns its memory.
 
@@ -628,6 +709,13 @@ def _dequantize_with_gguf(info: TensorInfo, blocks: NDArray[np.uint8]) -> NDArra
             f"tensor {info.name!r} is {info.type}, which the installed gguf package cannot dequantize"
         ) from error
     return values.reshape(info.shape)
+
+
+def _aligned(shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    size = math.prod(shape)
+    raw = np.empty(size + _XLA_ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _XLA_ALIGNMENT
+    return raw[start : start + size].reshape(shape)
 
 
 def _unknown(message: str, name: object, known: Iterable[str]) -> KeyError:
