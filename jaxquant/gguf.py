@@ -51,6 +51,8 @@ from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    import jax
+
     from jaxquant.gguf_types import Blocks
 
 __all__ = ["GGUFError", "GGUFFile", "TensorInfo", "open"]
@@ -501,7 +503,8 @@ class GGUFFile:
                 )
         source = self._held().source
 
-        def tile(index: tuple[slice, ...]) -> NDArray[np.uint8]:
+        def tile(index: tuple[slice, ...] | None) -> NDArray[np.uint8]:
+            assert index is not None  # only JAX's numbers of rank zero have none
             layers, within = (slice(None), index) if isinstance(name, str) else (index[0], index[1:])
             parts = [view[within] for view in views[layers]]
             out = _aligned((len(parts), *parts[0].shape))

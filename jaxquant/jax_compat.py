@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import checkify, xla_bridge
-from jax._src.lib import xla_client
 from jax.sharding import PartitionSpec
+from jaxlib import xla_client
 from numpy.typing import NDArray
 
 __all__ = [
@@ -111,8 +111,9 @@ def register_partitioner(target: str, partition: Partition) -> None:
         values = [*zip(shapes, shardings, strict=True), (result_shape, result_sharding)]
         tilings = [_tiling(sharding, len(shape.dimensions())) for shape, sharding in values]
         extents = [tuple(shape.dimensions()) for shape, _ in values]
-        call, *wanted = partition(target, extents[:-1], tilings[:-1], extents[-1], tilings[-1], config.decode())
-        operands, result = wanted
+        call, operands, result = partition(
+            target, extents[:-1], tilings[:-1], extents[-1], tilings[-1], config.decode()
+        )
         made = [
             # A sharding that is right already is handed back as it is, so that nothing looks moved.
             sharding if _same(have, want) and sharding is not None else _sharding(want)

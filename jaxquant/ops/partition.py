@@ -42,17 +42,15 @@ def quantize_attributes(values: Any, records: Any) -> dict[str, Any]:
     return rule and {"mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(batch)}), **rule}
 
 
-def dot_attributes(
-    lhs: Any, rhs: Any, result: Any, lhs_dims: Sequence[int], rhs_dims: Sequence[int]
-) -> dict[str, Any]:
+def dot_attributes(operands: Sequence[Any], result: Any, dims: Sequence[Sequence[int]]) -> dict[str, Any]:
     """The same for a dot; see `jaxquant.ops.quantized_dot` for the dims."""
     free = result.ndim
-    operands = [
-        [free if dim < 0 else dim for dim in dims] + [own]
-        for dims, own in ((lhs_dims, free + 1), (rhs_dims, free + 2))
+    factors = [
+        [*(free if dim < 0 else dim for dim in axes), free + own] for own, axes in enumerate(dims, start=1)
     ]
-    sizes = [*result.shape, lhs.shape[lhs_dims.index(-1)], lhs.shape[-1], rhs.shape[-1]]
-    return _sharding_rule(operands, [*range(free)], sizes, free)
+    records = operands[0].shape[dims[0].index(-1)]
+    sizes = [*result.shape, records, *(operand.shape[-1] for operand in operands)]
+    return _sharding_rule(factors, [*range(free)], sizes, free)
 
 
 def _sharding_rule(
@@ -97,17 +95,17 @@ def _partition_dot(
         if tiling is None:
             continue
         for axis, dim in enumerate(axes):
-            tile = tiling.tiles[:, axis]
+            tiles = tiling.tiles[:, axis]
             count = tiling.counts[axis]
             if dim < 0 or dim in chosen or count == 1 or extents[dim] % count:
                 continue
-            if _independent([known[0].manual, *chosen.values(), tile]):
-                chosen[dim] = tile
+            if _independent([known[0].manual, *chosen.values(), tiles]):
+                chosen[dim] = tiles
 
     devices = len(known[0].manual)
     whole = np.zeros(devices, np.int64)
 
-    def tile(axes: Sequence[int], rank: int) -> Tiling:
+    def tiling_of(axes: Sequence[int], rank: int) -> Tiling:
         columns = [chosen.get(dim, whole) for dim in axes] + [whole] * (rank - len(axes))
         return Tiling(
             tuple(int(column.max()) + 1 for column in columns),
@@ -115,8 +113,8 @@ def _partition_dot(
             known[0].manual,
         )
 
-    operands = [tile(axes, len(shape)) for axes, shape in zip(dims, shapes, strict=True)]
-    result = tile(range(len(result_shape)), len(result_shape))
+    operands = [tiling_of(axes, len(shape)) for axes, shape in zip(dims, shapes, strict=True)]
+    result = tiling_of(range(len(result_shape)), len(result_shape))
     local = [_local_shape(shape, tiling) for shape, tiling in zip(shapes, operands, strict=True)]
     call = _local_call(target, local, _local_shape(result_shape, result), config)
     return call, list(operands), result

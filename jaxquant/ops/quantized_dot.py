@@ -175,7 +175,7 @@ def _lower(
     platform: str,
 ) -> Any:
     if native.runs_native(backend, platform, "quantized_dot"):
-        attributes = partition.dot_attributes(*ctx.avals_in, *ctx.avals_out, lhs_dims, rhs_dims)
+        attributes = partition.dot_attributes(ctx.avals_in, ctx.avals_out[0], (lhs_dims, rhs_dims))
         return jax.ffi.ffi_lowering(native.FFI_TARGETS[1], extra_attributes=attributes)(
             ctx, lhs, rhs, lhs_dims=np.array(lhs_dims, np.int64), rhs_dims=np.array(rhs_dims, np.int64)
         )
