@@ -106,9 +106,10 @@ def _linear_backward(weights: jax.Array, cotangent: jax.Array) -> tuple[jax.Arra
     def of_record(g: jax.Array) -> jax.Array:
         return cotangent @ dequantize(lax.dynamic_index_in_dim(weights, g, 1, keepdims=False), q4_k)
 
-    blocks = lax.map(of_record, jnp.arange(weights.shape[1], dtype=np.int32))
+    blocks: jax.Array = lax.map(of_record, jnp.arange(weights.shape[1], dtype=np.int32))
     blocks = jnp.moveaxis(blocks, 0, -2)
-    return blocks.reshape(*cotangent.shape[:-1], weights.shape[1] * q4_k.block_size), None
+    gradient: jax.Array = blocks.reshape(*cotangent.shape[:-1], weights.shape[1] * q4_k.block_size)
+    return gradient, None
 
 
 quantized_linear.defvjp(_linear_forward, _linear_backward)

@@ -45,8 +45,7 @@ def random_layer(key: jax.Array, outputs: int, inputs: int) -> jax.Array:
         m=jnp.full((*shape, 8), 60, jnp.uint8),
         q=jax.random.randint(key, (*shape, 256), 0, 16, jnp.uint8),
     )
-    packed: jax.Array = records.pack(fields, quant.q4_k)
-    return packed
+    return jnp.asarray(records.pack(fields, quant.q4_k))
 
 
 def load(path: Path, names: Sequence[str]) -> list[jax.Array]:
