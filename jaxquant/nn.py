@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,7 +105,7 @@ def _linear_forward(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _linear_backward(weights: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    def of_record(g: jax.Array) -> jax.Array:
+    def of_record(g: jax.Array) -> Any:
         return cotangent @ dequantize(lax.dynamic_index_in_dim(weights, g, 1, keepdims=False), q4_k)
 
     blocks: jax.Array = lax.map(of_record, jnp.arange(weights.shape[1], dtype=np.int32))

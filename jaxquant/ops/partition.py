@@ -20,11 +20,11 @@ from jax.interpreters import mlir
 from jaxquant import jax_compat
 from jaxquant.jax_compat import Tiling
 
-__all__ = ["dot_attributes", "quantize_attributes", "register_dot", "register_quantize"]
+__all__ = ["batch_attributes", "dot_attributes", "register_batched", "register_dot"]
 
 
-def register_quantize(target: str) -> None:
-    """Let XLA split calls of an FFI target that quantizes."""
+def register_batched(target: str) -> None:
+    """Let XLA split calls of an FFI target along the axes that `batch_attributes` names."""
     jax.ffi.register_ffi_target_as_batch_partitionable(target)
 
 
@@ -33,28 +33,35 @@ def register_dot(target: str) -> None:
     jax_compat.register_partitioner(target, _partition_dot)
 
 
-def quantize_attributes(values: Any, records: Any) -> dict[str, Any]:
-    """Attributes of a call of `quantize` on these abstract values, for XLA's partitioner."""
-    batch = values.ndim - 1
-    rule = _sharding_rule(
-        [[*range(batch), batch]], [*range(batch), batch + 1], [*values.shape, records.shape[-1]], batch
-    )
+def batch_attributes(operands: Sequence[Any], results: Sequence[Any], batch: int) -> dict[str, Any]:
+    """Attributes of a call on these abstract values, for XLA's partitioner: the first ``batch`` axes may be split.
+
+    Every operand and result has them, and works on its other axes as a whole.
+    """
+    sizes = [*operands[0].shape[:batch]]
+
+    def factors(value: Any) -> list[int]:
+        own = value.shape[batch:]
+        sizes.extend(own)
+        return [*range(batch), *range(len(sizes) - len(own), len(sizes))]
+
+    rule = _sharding_rule([*map(factors, operands)], [*map(factors, results)], sizes, batch)
     return rule and {"mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(batch)}), **rule}
 
 
 def dot_attributes(operands: Sequence[Any], result: Any, dims: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The same for a dot; see `jaxquant.ops.quantized_dot` for the dims."""
+    """The same for a dot, which may be split along every axis of its result; see `jaxquant.ops.quantized_dot` for the dims."""
     free = result.ndim
     factors = [
         [*(free if dim < 0 else dim for dim in axes), free + own] for own, axes in enumerate(dims, start=1)
     ]
     records = operands[0].shape[dims[0].index(-1)]
     sizes = [*result.shape, records, *(operand.shape[-1] for operand in operands)]
-    return _sharding_rule(factors, [*range(free)], sizes, free)
+    return _sharding_rule(factors, [[*range(free)]], sizes, free)
 
 
 def _sharding_rule(
-    operands: Sequence[Sequence[int]], result: Sequence[int], sizes: Sequence[Any], free: int
+    operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]], sizes: Sequence[Any], free: int
 ) -> dict[str, Any]:
     """Shardy's rule for a call whose axes are named by the factors of ``sizes``; those from ``free`` on stay whole."""
     if not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -66,7 +73,7 @@ def _sharding_rule(
 
     extents = ", ".join(f"{symbol}={size}" for symbol, size in zip(symbols, sizes, strict=True))
     rule = (
-        f"#sdy.op_sharding_rule<({', '.join(map(mapping, operands))})->({mapping(result)}) "
+        f"#sdy.op_sharding_rule<({', '.join(map(mapping, operands))})->({', '.join(map(mapping, results))}) "
         f"{{{extents}}} need_replication={{{', '.join(symbols[free:])}}}, custom>"
     )
     return {"sdy.sharding_rule": mlir.ir.Attribute.parse(rule)}

@@ -112,11 +112,11 @@ jax_compat.add_user_check(
 
 def _lower(ctx: Any, values: Any, *, backend: str, platform: str) -> Any:
     if native.runs_native(backend, platform, "quantize"):
-        attributes = partition.quantize_attributes(ctx.avals_in[0], ctx.avals_out[0])
+        attributes = partition.batch_attributes(ctx.avals_in, ctx.avals_out, ctx.avals_in[0].ndim - 1)
         return jax.ffi.ffi_lowering(native.FFI_TARGETS[0], extra_attributes=attributes)(ctx, values)
     return mlir.lower_fun(fallback.quantize, multiple_results=False)(ctx, values)
 
 
 mlir.register_lowering(quantize_p, functools.partial(_lower, platform="other"))
 mlir.register_lowering(quantize_p, functools.partial(_lower, platform="cpu"), platform="cpu")
-partition.register_quantize(native.FFI_TARGETS[0])
+partition.register_batched(native.FFI_TARGETS[0])
