@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""Build the native library with a sanitizer and drive every kernel of this CPU.
+
+    python tests/native/sanitize.py address      (make asan)
+    python tests/native/sanitize.py undefined    (make ubsan)
+    python tests/native/sanitize.py thread       (make tsan)
+
+Three programs: handlers.cpp (the XLA handlers between fences, odd shapes, many threads, any float
+environment), tests/emulate/check_kernels.py (the kernels against the exact reference), and tests of the
+operations in Python with the sanitizer's runtime preloaded. Any report ends it with status 1. Needs cmake and g++.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FLAGS = {
+    "address": "-fsanitize=address -fno-omit-frame-pointer",
+    "undefined": "-fsanitize=undefined,float-cast-overflow -fno-sanitize-recover=all",
+    "thread": "-fsanitize=thread",
+}
+RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+OPTIONS = {
+    # The interpreter and XLA leak by design, and end with memory in use.
+    "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    # XLA is not instrumented: what it orders by locks that tsan cannot see would all be reported.
+    "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:report_signal_unsafe=0:exitcode=66",
+}
+PYTHON_TESTS = ["test_quantized_dot.py", "test_quantize.py", "test_native.py", "-k"]
+PYTHON_TESTS += ["contract or golden or equal or beyond_the_caches or threads_agree or empty"]
+
+
+def build(sanitizer: str, directory: Path) -> None:
+    configure = ["cmake", "-S", ROOT / "tests" / "native", "-B", directory, "-DCMAKE_BUILD_TYPE=None"]
+    configure += [f"-DCMAKE_CXX_FLAGS=-O1 -g {FLAGS[sanitizer]}", f"-DPython_EXECUTABLE={sys.executable}"]
+    subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
+    command = ["cmake", "--build", directory, "--parallel", "2"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def check_kernels(sanitizer: str, directory: Path, isas: list[str]) -> int:
+    compiler = directory / "compiler"
+    compiler.write_text(f'#!/bin/sh\nexec g++ {FLAGS[sanitizer]} "$@" -Wno-error\n')
+    compiler.chmod(0o755)
+    command = [
+        sys.executable,
+        ROOT / "tests" / "emulate" / "check_kernels.py",
+        "--records",
+        "300",
+        "--isa",
+        *isas,
+    ]
+    return subprocess.run(command, env=os.environ | OPTIONS | {"CXX": str(compiler)}).returncode
+
+
+def python_tests(sanitizer: str, directory: Path) -> int:
+    """The operations in Python on the sanitized library, which a copy of the package holds."""
+    package = directory / "python" / "jaxquant"
+    shutil.copytree(ROOT / "jaxquant", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copy(directory / "ffi" / "libjaxquant.so", package)
+    runtime = subprocess.run(
+        ["g++", f"-print-file-name={RUNTIMES[sanitizer]}"], capture_output=True, text=True, check=True
+    )
+    environment = (
+        os.environ
+        | OPTIONS
+        | {
+            "LD_PRELOAD": runtime.stdout.strip(),
+            "PYTHONPATH": f"{package.parent}{os.pathsep}{sysconfig.get_path('purelib')}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+    )
+    # -S: the finder of an editable install would come before PYTHONPATH.
+    command = [sys.executable, "-S", "-m", "pytest", "-q", "-p", "no:cacheprovider", *PYTHON_TESTS]
+    return subprocess.run(command, cwd=ROOT / "tests", env=environment).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sanitizer", choices=FLAGS)
+    parser.add_argument("--seconds", type=float, default=20, help="of random shapes (20)")
+    parser.add_argument("--without-python", action="store_true", help="only the C++ programs")
+    options = parser.parse_args()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=f"{options.sanitizer}-") as name:
+        directory = Path(name)
+        build(options.sanitizer, directory)
+        handlers = [directory / "handlers", str(options.seconds)]
+        results = {"handlers": subprocess.run(handlers, env=os.environ | OPTIONS).returncode}
+        isas = ["avx2", "portable"] if " avx2 " in Path("/proc/cpuinfo").read_text() else ["portable"]
+        isas += ["avx512"] if " avx512bw " in Path("/proc/cpuinfo").read_text() else []
+        results["check_kernels"] = check_kernels(options.sanitizer, directory, isas)
+        if not options.without_python:
+            results["python"] = python_tests(options.sanitizer, directory)
+    print(f"{options.sanitizer}: exit statuses {results}, in {time.monotonic() - start:.0f} s")
+    return int(any(results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
