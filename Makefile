@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# A worker per core: most tests wait for XLA to compile on one.
+PYTEST := pytest --numprocesses auto --dist worksteal
 MODEL := .models/gemma3-270m-q4_k_m.gguf
 
 # An editable install knows the modules it was made with: a new file, like new C++, calls for another.
@@ -36,10 +38,10 @@ demo: $(call install,demo)
 
 # Away from the root, so that scripts started by tests import the installed package.
 test: $(call install,test)
-	cd tests && ../$(BIN)/pytest .
+	cd tests && ../$(BIN)/$(PYTEST) .
 
 test-arrays: $(call install,test)
-	cd tests && ../$(BIN)/pytest . -m arrays
+	cd tests && ../$(BIN)/$(PYTEST) . -m arrays
 
 test-exhaustive: $(call install,test)
 	cd tests && ../$(BIN)/pytest . -m exhaustive -v
