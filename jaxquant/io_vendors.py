@@ -244,7 +244,7 @@ def from_gguf_blocks(blocks: Array, dtype: BlockScaledDType, *, tensor_scale: An
     A block of MXFP4 is 17 bytes for 32 values: the E8M0 scale, then 16 bytes of which byte j holds values j and
     j + 16. One of NVFP4 is 36 bytes for 64 values: four E4M3 scales, then for each of them 8 bytes of which byte
     j holds values j and j + 8. Values are those of OCP and NVIDIA: the scale byte 0xFF of MXFP4 and 0x7F of NVFP4
-    are NaN, where ggml and gguf compute 2**128 times a code and 0.
+    are NaN, where ggml and gguf compute 2**128 times the element and 0.
 
     Args:
         blocks: uint8 [\\*rows, K / 32, 17] or [\\*rows, K / 64, 36], NumPy or JAX.
