@@ -169,19 +169,7 @@ def compare(x: Any, formats: Iterable[Format | str], **options: Any) -> Comparis
     Source: saturation and flushing of sections 5.3 and 6.3 of OCP Microscaling Formats v1.0, which clamp and
     round to zero.
     """
-    if not isinstance(x, np.ndarray | jax.Array):
-        raise TypeError(f"compare: x must be a NumPy or JAX array, got {type(x).__name__}")
-    if isinstance(x, jax.core.Tracer):
-        raise TypeError("compare: x is traced, but comparing reads its values: call it outside of jit")
-    if x.dtype not in _SOURCES:
-        raise TypeError(f"compare: x has dtype {x.dtype}, wanted float16, bfloat16 or float32")
-    if not x.size:
-        raise ValueError(f"compare: x of shape {x.shape} has no elements")
-    found = resolved("compare", formats)
-    if options and all(isinstance(entry, RecordFormat) for entry in found):
-        raise ValueError(f"compare: {', '.join(options)} given, but no block-scaled format has a use for it")
-    rows = tuple(_row(x, coded("compare", x, entry, options)) for entry in found)
-    return Comparison(rows, tuple(x.shape), np.dtype(x.dtype))
+    return compared("compare", x, formats, options)
 
 
 def _row(x: Any, code: Coded) -> Row:
@@ -211,8 +199,31 @@ def _decibels(signal: HostArray, noise: HostArray) -> float:
 # Formats and what they make of an array; the pictures need it too
 
 
-def resolved(operation: str, formats: object) -> tuple[Format, ...]:
-    """Descriptors and record formats for what a user may give."""
+def compared(operation: str, x: Any, formats: object, options: dict[str, Any]) -> Comparison:
+    found = checked(operation, x, formats, options)
+    rows = tuple(_row(x, coded(operation, x, entry, options)) for entry in found)
+    return Comparison(rows, tuple(x.shape), np.dtype(x.dtype))
+
+
+def checked(operation: str, x: Any, formats: object, options: dict[str, Any]) -> tuple[Format, ...]:
+    """The formats, once all but the fit of x to each of them is checked."""
+    if not isinstance(x, np.ndarray | jax.Array):
+        raise TypeError(f"{operation}: x must be a NumPy or JAX array, got {type(x).__name__}")
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{operation}: x is traced, but its values are read: call this outside of jit")
+    if x.dtype not in _SOURCES:
+        raise TypeError(f"{operation}: x has dtype {x.dtype}, wanted float16, bfloat16 or float32")
+    if not x.size:
+        raise ValueError(f"{operation}: x of shape {x.shape} has no elements")
+    found = _resolved(operation, formats)
+    if options and all(isinstance(entry, RecordFormat) for entry in found):
+        raise ValueError(
+            f"{operation}: {', '.join(options)} given, but no block-scaled format has a use for it"
+        )
+    return found
+
+
+def _resolved(operation: str, formats: object) -> tuple[Format, ...]:
     if isinstance(formats, str | DType | RecordFormat) or not isinstance(formats, Iterable):
         raise TypeError(f"{operation}: formats must be a list of formats, got {formats!r}")
     found: list[Format] = []
