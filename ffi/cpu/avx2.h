@@ -13,6 +13,8 @@ struct Avx2 {
   using Float = __m256;
   static constexpr int kLanes = 8;        // of 32 bits
   static constexpr int kTileColumns = 4;  // two row vectors of int16 sums fit sixteen registers
+  static constexpr int kStreamedColumns = 2;
+  static constexpr bool kTransposesInRegisters = true;
   static constexpr const char* kIsa = "avx2";
 
   JAXQUANT_INLINE Int zero() { return _mm256_setzero_si256(); }

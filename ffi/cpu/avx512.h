@@ -13,6 +13,8 @@ struct Avx512 {
   using Float = __m512;
   static constexpr int kLanes = 16;       // of 32 bits
   static constexpr int kTileColumns = 8;  // two row vectors of int16 sums in half of 32 registers
+  static constexpr int kStreamedColumns = 1;
+  static constexpr bool kTransposesInRegisters = false;
   static constexpr const char* kIsa = "avx512";
 
   JAXQUANT_INLINE Int zero() { return _mm512_setzero_si512(); }

@@ -1,8 +1,9 @@
 // The matrix products, written once for every vector width.
 //
-// Few rows or one column: rows are streamed as they lie in memory, S and T of eight records at a time
-// (`dot`). Otherwise two vectors of rows are transposed into a panel and multiplied with a few columns
-// at a time (`panel`). Either way each output folds its records in order, lanes being outputs.
+// Few rows or columns: rows are streamed as they lie in memory, transposed in registers (simd_gemv.h) or with S
+// and T of eight records at a time (`dot`). Otherwise two vectors of rows are transposed into a panel and
+// multiplied with a few columns at a time (`panel`). Either way each output folds its records in order, lanes
+// being outputs.
 #pragma once
 
 #include <immintrin.h>
@@ -14,6 +15,7 @@
 
 #include "kernels.h"
 #include "record.h"
+#include "simd_gemv.h"
 
 namespace jaxquant {
 namespace {
@@ -24,9 +26,6 @@ constexpr int kBatch = 4;           // records of two rows whose S and T are red
 constexpr int kRowGroup = 8;        // rows folded together
 constexpr int kParkedRecords = 64;  // of a row, whose values are kept before the fold
 constexpr int kPrefetchBytes = 2048;
-
-// As _mm_prefetch, but it stays where it is written: in one burst the compiler would make the loads wait.
-JAXQUANT_INLINE void prefetch(const uint8_t* p) { asm volatile("prefetcht0 %0" : : "m"(*p)); }
 
 // Lane i becomes the sum of the eight lanes of a[i].
 JAXQUANT_INLINE __m256i sums_of_each(const __m256i a[8]) {
@@ -155,9 +154,9 @@ __attribute__((noinline)) void dot(const MatMul& p, int64_t column) {
 template <typename V>
 struct alignas(64) PanelRecord {
   static constexpr int kRows = 2 * V::kLanes;
-  uint32_t q[kBlock / 4][kRows];   // four consecutive 4-bit elements as bytes
-  uint32_t sc[kSubBlocks][kRows];  // twice, as int16
-  uint32_t m[kSubBlocks][kRows];   // twice, as int16
+  uint32_t q[kBlock / 4][kRows];      // four consecutive 4-bit elements as bytes
+  uint32_t sc[kSubBlocks][kRows];     // twice, as int16
+  uint32_t m[kSubBlocks / 2][kRows];  // of two neighbouring sub-blocks, as int16
   float d[kRows];
   float dmin[kRows];
 };
@@ -220,20 +219,30 @@ JAXQUANT_INLINE void pack_record(const uint8_t* w, int64_t w_row, int rows, Pane
     words[2] = _mm256_unpacklo_epi64(ab_high, cd_high);
     words[3] = _mm256_unpackhi_epi64(ab_high, cd_high);
     for (int s = 0; s < kSubBlocks; ++s) {
-      const int byte = s % 4;
-      const __m256i spread = _mm256_set_epi8(-1, 12 + byte, -1, 12 + byte, -1, 8 + byte, -1, 8 + byte, -1, 4 + byte, -1,
-                                             4 + byte, -1, byte, -1, byte, -1, 12 + byte, -1, 12 + byte, -1, 8 + byte,
-                                             -1, 8 + byte, -1, 4 + byte, -1, 4 + byte, -1, byte, -1, byte);
-      store(panel.sc[s], _mm256_shuffle_epi8(words[s / 4], spread));
-      store(panel.m[s], _mm256_shuffle_epi8(words[2 + s / 4], spread));
+      store(panel.sc[s], _mm256_shuffle_epi8(words[s / 4], picker(s % 4, s % 4)));
+    }
+    for (int s = 0; s < kSubBlocks; s += 2) {
+      store(panel.m[s / 2], _mm256_shuffle_epi8(words[2 + s / 4], picker(s % 4, s % 4 + 1)));
     }
   }
 }
 
+// T of a panel's record and a column whose sums of sub-blocks need not be int16.
+template <int kRows>
+__attribute__((noinline)) void any_t(const uint32_t m[][kRows], const uint8_t* x, int32_t t[kRows]) {
+  for (int r = 0; r < kRows; ++r) t[r] = 0;
+  for (int b = 0; b < kSubBlocks; ++b) {
+    const uint8_t* bsum = x + q8k::kBsum + 4 * b;
+    const int32_t sum = load<int16_t>(bsum) + load<int16_t>(bsum + 2);
+    for (int r = 0; r < kRows; ++r) t[r] += static_cast<int32_t>(m[b / 2][r] >> (16 * (b % 2)) & 63) * sum;
+  }
+}
+
 // totals[c * kRows + r] += v of `records` records of the panel's rows and kColumns columns at x, in order.
+// `fetch` bytes at `ahead` per sub-block are fetched meanwhile.
 template <typename V, int kColumns>
 __attribute__((noinline)) void tile(const PanelRecord<V>* panel, int records, const uint8_t* x, int64_t x_column,
-                                    int64_t x_record, float* totals) {
+                                    int64_t x_record, float* totals, const uint8_t* ahead, int64_t fetch) {
   constexpr int kRows = PanelRecord<V>::kRows;
   for (int g = 0; g < records; ++g) {
     const PanelRecord<V>& record = panel[g];
@@ -241,9 +250,8 @@ __attribute__((noinline)) void tile(const PanelRecord<V>* panel, int records, co
     for (int c = 0; c < kColumns; ++c) column[c] = x + c * x_column + g * x_record;
 
     typename V::Int s[kColumns][2];
-    typename V::Int t[kColumns][2];
-    for (int c = 0; c < kColumns; ++c) s[c][0] = s[c][1] = t[c][0] = t[c][1] = V::zero();
     for (int b = 0; b < kSubBlocks; ++b) {
+      for (const uint8_t* end = ahead + fetch; ahead < end; ahead += 64) prefetch(ahead);
       // Eight products of at most 2 * 15 * 128 stay within int16.
       typename V::Int sum[kColumns][2];
 #pragma GCC unroll 8
@@ -266,34 +274,41 @@ __attribute__((noinline)) void tile(const PanelRecord<V>* panel, int records, co
       }
       const typename V::Int sc0 = V::load(record.sc[b]);
       const typename V::Int sc1 = V::load(record.sc[b] + V::kLanes);
-      const typename V::Int m0 = V::load(record.m[b]);
-      const typename V::Int m1 = V::load(record.m[b] + V::kLanes);
 #pragma GCC unroll 8
       for (int c = 0; c < kColumns; ++c) {
-        s[c][0] = V::add32(s[c][0], V::madd(sum[c][0], sc0));
-        s[c][1] = V::add32(s[c][1], V::madd(sum[c][1], sc1));
-        // Both 16-bit sums of the sub-block times m: exact for any bytes in bsum.
-        const typename V::Int bsum = V::broadcast(column[c] + q8k::kBsum + 4 * b);
-        t[c][0] = V::add32(t[c][0], V::madd(bsum, m0));
-        t[c][1] = V::add32(t[c][1], V::madd(bsum, m1));
+        const typename V::Int s0 = V::madd(sum[c][0], sc0);
+        const typename V::Int s1 = V::madd(sum[c][1], sc1);
+        s[c][0] = b == 0 ? s0 : V::add32(s[c][0], s0);
+        s[c][1] = b == 0 ? s1 : V::add32(s[c][1], s1);
       }
     }
-    for (int i = 0; i < 2; ++i) {
-      const typename V::Float d = V::load_float(record.d + i * V::kLanes);
-      const typename V::Float dmin = V::load_float(record.dmin + i * V::kLanes);
-      for (int c = 0; c < kColumns; ++c) {
-        const typename V::Float p = V::mul(d, V::to_float(s[c][i]));
-        const typename V::Float n = V::mul(dmin, V::to_float(t[c][i]));
-        const typename V::Float v = V::mul(V::splat(load<float>(column[c] + q8k::kDs)), V::sub(p, n));
+    for (int c = 0; c < kColumns; ++c) {
+      alignas(16) uint32_t pairs[4];
+      alignas(64) int32_t any[kRows];
+      const bool legal = bsum_pairs(column[c], pairs);
+      if (!legal) any_t<kRows>(record.m, column[c], any);
+      const typename V::Float ds = V::splat(load<float>(column[c] + q8k::kDs));
+      for (int i = 0; i < 2; ++i) {
+        typename V::Int t;
+        if (legal) {
+          const auto product = [&](int j) {
+            return V::madd(V::load(record.m[j] + i * V::kLanes), V::broadcast(reinterpret_cast<uint8_t*>(&pairs[j])));
+          };
+          t = V::add32(V::add32(product(0), product(1)), V::add32(product(2), product(3)));
+        } else {
+          t = V::load(any + i * V::kLanes);
+        }
+        const typename V::Float p = V::mul(V::load_float(record.d + i * V::kLanes), V::to_float(s[c][i]));
+        const typename V::Float n = V::mul(V::load_float(record.dmin + i * V::kLanes), V::to_float(t));
         float* total = totals + c * kRows + i * V::kLanes;
-        V::store_float(total, V::add(V::load_float(total), v));
+        V::store_float(total, V::add(V::load_float(total), V::mul(ds, V::sub(p, n))));
       }
     }
   }
 }
 
 template <typename V>
-using Tile = void (*)(const PanelRecord<V>*, int, const uint8_t*, int64_t, int64_t, float*);
+using Tile = void (*)(const PanelRecord<V>*, int, const uint8_t*, int64_t, int64_t, float*, const uint8_t*, int64_t);
 
 // tiles[c] is the tile of c columns.
 template <typename V, int... kColumns>
@@ -352,7 +367,9 @@ void panel(const MatMul& p, int64_t row) {
           }
         }
       }
-      multiply_tile(mine.panel, records, x, p.x_column, p.x_record, totals);
+      const int64_t fetch = c == 0 ? kRows * q4k::kBytes / kSubBlocks : 0;
+      multiply_tile(mine.panel, records, x, p.x_column, p.x_record, totals, w + (p.w_row + first * q4k::kBytes) * kRows,
+                    fetch);
       if (!few || first + records == p.records) {
         for (int i = 0; i < columns; ++i) {
           for (int r = 0; r < rows; ++r) results[r * p.out_row + i * p.out_column] = totals[i * kRows + r];
@@ -366,8 +383,15 @@ template <typename V>
 void matmul(const MatMul& p) {
   // A panel of so few rows would multiply mostly copies of the last one.
   const bool few_rows = p.rows <= PanelRecord<V>::kRows / 4;
-  if (p.columns == 1 || few_rows || p.records == 0) {
-    for (int64_t c = 0; c < p.columns; ++c) dot<V>(p, c);
+  if (p.columns <= V::kStreamedColumns || few_rows || p.records == 0) {
+    for (int64_t c = 0; c < p.columns;) {
+      const bool two = p.columns - c >= 2;
+      const bool transposes = V::kTransposesInRegisters && p.rows > kRowsTogether / 2 && p.records > 0;
+      const bool done = transposes && (two ? gemv<2>(p, c) : gemv<1>(p, c));
+      for (const int64_t end = c + (two ? 2 : 1); c < end; ++c) {
+        if (!done) dot<V>(p, c);
+      }
+    }
     return;
   }
   for (int64_t row = 0; row < p.rows; row += PanelRecord<V>::kRows) panel<V>(p, row);
