@@ -131,9 +131,9 @@ def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "types.gguf"
     rng = np.random.default_rng(3)
     writer = peer.GGUFWriter(path, "tiny")
-    for type in TYPES:
-        data = random_blocks(rng, type, 2, 3, 512 // TYPES[type][0]).reshape(2, 3, -1)
-        writer.add_tensor(type, data, raw_dtype=peer.GGMLQuantizationType[type])
+    for name, (block_size, _) in TYPES.items():
+        data = random_blocks(rng, name, 2, 3, 512 // block_size).reshape(2, 3, -1)
+        writer.add_tensor(name, data, raw_dtype=peer.GGMLQuantizationType[name])
     writer.add_tensor("F32", np.ones(4, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

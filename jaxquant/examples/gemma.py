@@ -38,7 +38,18 @@ from jaxquant import gguf
 from jaxquant.examples.model import ModelError, model_path
 from jaxquant.gguf_types import Blocks
 
-__all__ = ["MODES", "Comparison", "Config", "Model", "Tokenizer", "compare", "generate", "load"]
+__all__ = [
+    "MODES",
+    "Comparison",
+    "Config",
+    "Model",
+    "Tokenizer",
+    "compare",
+    "generate",
+    "load",
+    "stream",
+    "texts",
+]
 
 MODES = ("float32", "quantized", "bytes")
 CHUNK = 32  # positions of a prompt that are computed in one call, so that one program serves all prompts
@@ -149,9 +160,7 @@ def forward(
     new_cache = []
     for layer, (w, (keys, values)) in enumerate(zip(weights["layers"], cache, strict=True)):
         is_global = (layer + 1) % GLOBAL_LAYER_EVERY == 0
-        turn = partial(
-            rope, positions=positions, base=config.rope_base if is_global else LOCAL_ROPE_BASE
-        )
+        turn = partial(rope, positions=positions, base=config.rope_base if is_global else LOCAL_ROPE_BASE)
 
         h = norm(x, w["attn_norm"])
         q = linear(h, w["attn_q"]).reshape(T, config.heads, config.head_length)
@@ -230,6 +239,11 @@ def generate(model: Model, ids: Sequence[int], count: int, end: int | None = Non
 # Comparing two ways to hold the weights
 
 
+def texts() -> list[str]:
+    """Five paragraphs in the public domain, to measure models on; ``data/README.md`` names them."""
+    return (Path(__file__).parent / "data" / "texts.txt").read_text(encoding="utf-8").strip().split("\n\n")
+
+
 class Comparison(NamedTuple):
     """What two models say about each next token of one text."""
 
@@ -297,10 +311,9 @@ def load(path: str | Path, mode: str = "quantized") -> Model:
             config = read_config(file)
             shapes = tensor_shapes(config)
             for name, shape in shapes.items():
-                if file.tensors[name].shape != shape:
+                if _shape(file, name) != shape:
                     raise ModelError(
-                        f"{path}: tensor {name!r} has shape {file.tensors[name].shape}, "
-                        f"but the metadata say {shape}"
+                        f"{path}: tensor {name!r} has shape {_shape(file, name)}, but the metadata say {shape}"
                     )
             held = {name: _hold(file, name, mode) for name in shapes}
     except KeyError as error:
@@ -318,6 +331,12 @@ def load(path: str | Path, mode: str = "quantized") -> Model:
         "layers": [short(f"blk.{layer}.") for layer in range(config.layers)],
     }
     return Model(config, weights, mode)
+
+
+def _shape(file: gguf.GGUFFile, name: str) -> tuple[int, ...]:
+    if name not in file.tensors:
+        raise KeyError(f"there is no tensor {name!r}")
+    return file.tensors[name].shape
 
 
 def _hold(file: gguf.GGUFFile, name: str, mode: str) -> Matrix:
@@ -343,7 +362,7 @@ def read_config(file: gguf.GGUFFile) -> Config:
         raise ModelError(f"{file.path} holds a {architecture} model, this program runs gemma3")
     if metadata.get("gemma3.rope.scaling.type", "none") != "none":
         raise ModelError(f"{file.path} scales its rope; this program runs the text models, 270M and 1B")
-    vocabulary, width = file.tensors["token_embd.weight"].shape
+    vocabulary, width = _shape(file, "token_embd.weight")
     return Config(
         layers=metadata["gemma3.block_count"],
         width=width,
