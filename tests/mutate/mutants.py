@@ -104,7 +104,7 @@ MUTANTS = [Mutant(*line) for line in [
     (_RECORD, "((c >> 4) & 0x0F0F0F0Fu)", "(c & 0x0F0F0F0Fu)", "dot", "low bits of m from sc"),
     (_RECORD, "(a & 0x3F3F3F3Fu)", "(a & 0x1F1F1F1Fu)", "dot", "sc of 5 bits"),
     (_RECORD, "multiply(ds, subtract(p, n))", "subtract(multiply(ds, p), multiply(ds, n))", "dot", "ds applied first"),
-    (_RECORD, "subtract(p, n)", "__builtin_fmaf(d, to_float(s), -n)", "dot", "fused multiply"),
+    (_RECORD, "return multiply(ds, subtract(p, n));", "(void)p; return multiply(ds, __builtin_fmaf(d, to_float(s), -n));", "dot", "fused multiply"),
     (_RECORD, "divide(-127.0f, extreme)", "divide(-128.0f, extreme)", "quantize", "inverse of 128"),
     (_RECORD, "divide(1.0f, inverse)", "divide(extreme, -127.0f)", "quantize", "ds from the extreme, not the inverse"),
     (_RECORD, "kInfinityKey = 0xFF000000u", "kInfinityKey = 0xFF000002u", "quantize", "infinity is in domain"),
@@ -138,7 +138,7 @@ MUTANTS = [Mutant(*line) for line in [
     (_MATMUL, "_mm256_setr_epi8(8, -1, 8, -1, 9,", "_mm256_setr_epi8(8, -1, 9, -1, 9,", "dot", "the second bsum takes the next minimum"),
     (_MATMUL, "if (row == 0 || p.records > kParkedRecords)", "if (row == 0)", "dot", "ds of the first parked records used again"),
     (_MATMUL, "first == 0 || r >= rows", "r >= rows", "dot", "the fold begins with old bytes"),
-    (_MATMUL, "group + r < rows ? group + r : rows - 1", "group + r", "fences", "packs rows past the last"),
+    (_MATMUL, "group + r < rows ? group + r : rows - 1", "group + r < rows + 8 ? group + r : rows - 1", "fences", "packs rows past the last"),
     (_SIMD_QUANTIZE, "quantize_few<V>(values + (r + kTogether) * (kBlock * 4), lines + kTogether * q8k::kBytes, kTogether);", "quantize_few<V>(values + r * (kBlock * 4), lines + kTogether * q8k::kBytes, kTogether);", "quantize", "streamed records doubled"),
     (_SIMD_QUANTIZE, "_mm256_set1_ps(-127.0f)", "_mm256_set1_ps(-128.0f)", "quantize", "inverse of 128"),
     # Threads, handlers, the table of kernels.

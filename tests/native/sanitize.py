@@ -6,8 +6,8 @@
     python tests/native/sanitize.py thread       (make tsan)
 
 Three programs: handlers.cpp (the XLA handlers between fences, odd shapes, many threads, any float
-environment), tests/emulate/check_kernels.py (the kernels against the exact reference), and tests of the
-operations in Python with the sanitizer's runtime preloaded. Any report ends it with status 1. Needs cmake and g++.
+environment), tests/emulate/check_kernels.py (the kernels against the exact reference), and, but for thread,
+tests of the operations in Python with the sanitizer's runtime preloaded. Any report ends it with status 1. Needs cmake and g++.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ FLAGS = {
     "undefined": "-fsanitize=undefined,float-cast-overflow -fno-sanitize-recover=all",
     "thread": "-fsanitize=thread",
 }
-RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so"}
 OPTIONS = {
     # The interpreter and XLA leak by design, and end with memory in use.
     "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
-    # XLA is not instrumented: what it orders by locks that tsan cannot see would all be reported.
-    "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:report_signal_unsafe=0:exitcode=66",
+    "TSAN_OPTIONS": "exitcode=66",
 }
 PYTHON_TESTS = ["test_quantized_dot.py", "test_quantize.py", "test_native.py", "-k"]
 PYTHON_TESTS += ["contract or golden or equal or beyond_the_caches or threads_agree or empty"]
@@ -100,7 +99,9 @@ def main() -> int:
         isas = ["avx2", "portable"] if " avx2 " in Path("/proc/cpuinfo").read_text() else ["portable"]
         isas += ["avx512"] if " avx512bw " in Path("/proc/cpuinfo").read_text() else []
         results["check_kernels"] = check_kernels(options.sanitizer, directory, isas)
-        if not options.without_python:
+        # Under tsan the C++ program is the test: XLA's own pool is not instrumented, so that every task it
+        # hands over would be reported as a race with whoever scheduled it.
+        if not options.without_python and options.sanitizer != "thread":
             results["python"] = python_tests(options.sanitizer, directory)
     print(f"{options.sanitizer}: exit statuses {results}, in {time.monotonic() - start:.0f} s")
     return int(any(results.values()))
