@@ -48,6 +48,11 @@ class Tree:
             if (ROOT / name).is_file():
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, path / name)
+        # An environment whose jaxquant is this copy, for the processes that tests start too. A plain line in a .pth
+        # file leads to the packages without running the finder of an editable install among them.
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", path / "venv"], check=True)
+        site = next((path / "venv" / "lib").glob("python*/site-packages"))
+        (site / "copy.pth").write_text(f"{path}\n{SITE}\n")
         configure = ["cmake", "-S", path / "ffi", "-B", path / "build", "-DCMAKE_BUILD_TYPE=None"]
         configure += ["-DCMAKE_CXX_FLAGS=-O1", f"-DPython_EXECUTABLE={sys.executable}"]
         subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
@@ -65,17 +70,24 @@ class Tree:
         """How the tests ended (pass, value, refusal, error or timeout), and the first telling test."""
         report = self.path / "report.json"
         report.unlink(missing_ok=True)
-        # -S: the finder of an editable install would come before PYTHONPATH.
-        command = [sys.executable, "-S", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "kill_report"]
+        command = [
+            self.path / "venv" / "bin" / "python",
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "kill_report",
+        ]
         command += [
             "-m",
             "not model and not exhaustive and (arrays or not arrays)",
             "--hypothesis-seed=0",
             *arguments,
         ]
-        paths = [self.path, self.path / "tests" / "mutate", SITE]
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONPATH": str(self.path / "tests" / "mutate"),
             "PYTHONDONTWRITEBYTECODE": "1",
             "JAXQUANT_KILL_REPORT": str(report),
         }

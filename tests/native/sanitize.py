@@ -67,20 +67,21 @@ def python_tests(sanitizer: str, directory: Path) -> int:
     package = directory / "python" / "jaxquant"
     shutil.copytree(ROOT / "jaxquant", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(directory / "ffi" / "libjaxquant.so", package)
-    runtime = subprocess.run(
-        ["g++", f"-print-file-name={RUNTIMES[sanitizer]}"], capture_output=True, text=True, check=True
-    )
-    environment = (
-        os.environ
-        | OPTIONS
-        | {
-            "LD_PRELOAD": runtime.stdout.strip(),
-            "PYTHONPATH": f"{package.parent}{os.pathsep}{sysconfig.get_path('purelib')}",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-    )
-    # -S: the finder of an editable install would come before PYTHONPATH.
-    command = [sys.executable, "-S", "-m", "pytest", "-q", "-p", "no:cacheprovider", *PYTHON_TESTS]
+    # An environment whose jaxquant is this copy. A plain line in a .pth file leads to the packages without running
+    # the finder of an editable install among them.
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory / "venv"], check=True)
+    site = next((directory / "venv" / "lib").glob("python*/site-packages"))
+    (site / "copy.pth").write_text(f"{package.parent}\n{sysconfig.get_path('purelib')}\n")
+    # The C++ runtime too: the sanitizer looks for what throws exceptions before XLA brings it.
+    libraries = [
+        subprocess.run(
+            ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in (RUNTIMES[sanitizer], "libstdc++.so.6")
+    ]
+    environment = os.environ | OPTIONS | {"LD_PRELOAD": " ".join(libraries), "PYTHONDONTWRITEBYTECODE": "1"}
+    python = directory / "venv" / "bin" / "python"
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *PYTHON_TESTS]
     return subprocess.run(command, cwd=ROOT / "tests", env=environment).returncode
 
 
