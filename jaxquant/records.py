@@ -18,10 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxquant.encode import encode_blocks
 from jaxquant.ops import float32
 from jaxquant.quant import Field, RecordFormat, q4_k, q8_k
 
-__all__ = ["Q4K", "Q8K", "Statistics", "dequantize", "explain", "pack", "split", "unpack", "validate_records"]
+__all__ = [
+    *("Q4K", "Q8K", "Statistics", "dequantize", "encode_q4_k", "explain", "pack", "split", "unpack"),
+    "validate_records",
+]
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 Array: TypeAlias = HostArray | jax.Array
@@ -299,6 +303,78 @@ def explain(w: Array, x: Array) -> Statistics:
     if isinstance(w, np.ndarray) and isinstance(x, np.ndarray):
         return _explain(w, x)
     return cast("Statistics", _explain_jax(w, x))
+
+
+def encode_q4_k(weights: _A, importance: Array | None = None) -> _A:
+    """Encode float weights as ``q4_k`` records with a small squared error; on the host, for tools.
+
+    It searches for the records that minimise ``sum(importance * (weights - dequantize(records))**2)``.
+
+    Args:
+        weights: float32 [..., K], K a multiple of 256; NumPy or a concrete JAX array.
+        importance: how much each squared error counts, float32 [K] or of the shape of ``weights``, not
+            negative; all alike where it is None.
+
+    Returns:
+        uint8 [..., K // 256, 144], legal records, of the kind of ``weights``. The same on every machine
+        whose NumPy rounds alike; no promise is made that another release finds the same records.
+
+    Raises:
+        TypeError: an argument is no float32 array, or is traced.
+        ValueError: K is no multiple of 256, ``importance`` has another shape, a value is not finite, an
+            importance is negative, or weights are beyond what a record holds (about 4e6 below and 6e7 above
+            zero); the message names the first such index.
+
+    Source: ``jaxquant.encode``, where the search is described.
+
+    Example:
+        >>> import numpy as np, jaxquant as jq
+        >>> weights = np.sin(np.arange(1024, dtype=np.float32)).reshape(2, 512)
+        >>> records = jq.records.encode_q4_k(weights)
+        >>> decoded = jq.records.dequantize(records, jq.quant.q4_k).reshape(2, 512)
+        >>> records.shape, bool(np.abs(decoded - weights).max() < 0.1)
+        ((2, 2, 144), True)
+    """
+    values: HostArray = _host("weights", weights)
+    blocks = split(values).reshape(-1, 256)
+    _check_finite("weights", values)
+    scales: HostArray | None = None
+    if importance is not None:
+        scales = _host("importance", importance)
+        if scales.shape not in (values.shape, values.shape[-1:]):
+            raise ValueError(
+                f"importance: got shape {scales.shape}, want {values.shape[-1:]} or {values.shape}, as weights"
+            )
+        _check_finite("importance", scales)
+        if (scales < 0).any():
+            index = [int(i) for i in np.argwhere(scales < 0)[0]]
+            raise ValueError(f"importance{index}: got {scales[tuple(index)]}, want no negative number")
+        scales = scales.reshape(-1, 256)
+    try:
+        d, dmin, sc, m, q = encode_blocks(blocks, scales)
+    except OverflowError as error:
+        index = [
+            int(i) for i in np.unravel_index(error.args[0], (*values.shape[:-1], values.shape[-1] // 256))
+        ]
+        raise ValueError(f"weights: block {index} is beyond what a record can hold") from None
+    half, byte = np.float16, np.uint8
+    fields = Q4K(d.astype(half), dmin.astype(half), sc.astype(byte), m.astype(byte), q.astype(byte))
+    records = cast("HostArray", _pack(fields, q4_k)).reshape(*values.shape[:-1], values.shape[-1] // 256, 144)
+    return records if isinstance(weights, np.ndarray) else jnp.asarray(records)
+
+
+def _host(name: str, array: Array) -> HostArray:
+    _check_array(name, array, np.dtype(np.float32))
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(f"{name}: got a traced array, want a concrete one: encode_q4_k reads its values")
+    return np.asarray(array)
+
+
+def _check_finite(name: str, values: HostArray) -> None:
+    bad = np.argwhere(~np.isfinite(values))
+    if len(bad):
+        index = [int(i) for i in bad[0]]
+        raise ValueError(f"{name}{index}: got {values[tuple(index)]}, want finite numbers")
 
 
 # Decoding and encoding, for NumPy and JAX alike

@@ -71,6 +71,7 @@ _BASE: dict[str, tuple[Any, ...]] = {  # name: result, arguments
     "ggml_backend_reg_get_proc_address": (c_void_p, c_void_p, c_char_p),
     "ggml_backend_tensor_get": (None, c_void_p, c_void_p, c_size_t, c_size_t),
     "ggml_backend_tensor_set": (None, c_void_p, c_void_p, c_size_t, c_size_t),
+    "quantize_q4_K": (c_size_t, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
     "quantize_row_q8_K_ref": (None, c_void_p, c_void_p, c_int64),
 }
 _CPU: dict[str, tuple[Any, ...]] = {
@@ -126,6 +127,17 @@ class Ggml:
         values = np.ascontiguousarray(x, np.float32)
         records = np.zeros((len(values), 292), np.uint8)  # zeroed: ggml leaves bsum of a zero block as it was
         self._base.quantize_row_q8_K_ref(values.ctypes.data, records.ctypes.data, values.size)
+        return records
+
+    def encode_q4_k(
+        self, weights: NDArray[np.float32], importance: NDArray[np.float32] | None = None
+    ) -> NDArray[np.uint8]:
+        """float32 [M, K] to Q4_K records, uint8 [M, K / 256, 144], by ``quantize_q4_K``; importance is [K]."""
+        values = np.ascontiguousarray(weights, np.float32)
+        records = np.zeros((len(values), values.shape[1] // 256, 144), np.uint8)
+        factors = None if importance is None else np.ascontiguousarray(importance, np.float32)
+        address = None if factors is None else factors.ctypes.data
+        self._base.quantize_q4_K(values.ctypes.data, records.ctypes.data, *values.shape, address)
         return records
 
     def dot(self, w: NDArray[np.uint8], x: NDArray[np.uint8]) -> np.float32:
