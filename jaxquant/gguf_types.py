@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ class Blocks:
 
     def dequantize(self) -> jax.Array:
         """The values, float32 [\\*rows, K], exact to the bit (NaN payloads excepted)."""
-        return _dequantize(self.data, self.type)
+        return cast("jax.Array", _dequantize(self.data, self.type))
 
     def __repr__(self) -> str:
         return f"Blocks({self.type}, shape={self.shape}, {self.nbytes} bytes)"

@@ -96,7 +96,7 @@ def linear(x: jax.Array, weights: Matrix) -> jax.Array:
     """float32 [T, K] by rows of weights [M, K], to float32 [T, M]."""
     if isinstance(weights, Blocks):
         if weights.type == "Q4_K":
-            return jq.quantized_matmul(x, weights.data)
+            return jq.quantized_matmul(x, jnp.asarray(weights.data))
         weights = weights.dequantize()
     # Not x @ weights.T: XLA:CPU would transpose the embedding in every call.
     return lax.dot_general(x, weights, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
@@ -340,13 +340,18 @@ def _shape(file: gguf.GGUFFile, name: str) -> tuple[int, ...]:
 
 
 def _hold(file: gguf.GGUFFile, name: str, mode: str) -> Matrix:
+    held: Matrix
     try:
         blocks = file.blocks(name)
     except ValueError:  # not one of the block types that have a decoder
-        return jax.block_until_ready(jnp.asarray(file.array(name)))
-    if mode == "bytes" or (mode == "quantized" and blocks.type == "Q4_K"):
-        return jax.block_until_ready(jax.tree.map(jnp.array, blocks))  # a copy: the file may go away
-    return jax.block_until_ready(blocks.dequantize())  # one at a time, which bounds the memory
+        held = jnp.asarray(file.array(name))
+    else:
+        if mode == "bytes" or (mode == "quantized" and blocks.type == "Q4_K"):
+            held = Blocks(jnp.array(blocks.data), blocks.type)  # a copy: the file may go away
+        else:
+            held = blocks.dequantize()
+    jax.block_until_ready(held)  # one tensor at a time, which bounds the memory
+    return held
 
 
 def read_config(file: gguf.GGUFFile) -> Config:
