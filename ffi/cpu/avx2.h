@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "prefetch.h"
 #include "record.h"
 
 namespace jaxquant {
@@ -61,19 +62,23 @@ struct Avx2 {
     }
   }
 
-  JAXQUANT_INLINE uint32_t greatest_key(const uint8_t* values) {
-    Int keys[4];
+  // Eight keys, the greatest of which is that of the block.
+  JAXQUANT_INLINE __m256i greatest_keys(const uint8_t* values) {
+    // As signed integers floats have their greatest above, as unsigned ones their least.
+    Int greatest[2];
+    Int least[2];
 #pragma GCC unroll 32
     for (int i = 0; i < kBlock / 8; ++i) {
-      const Int bits = load(values + 32 * i);
-      const Int key = _mm256_or_si256(_mm256_add_epi32(bits, bits), _mm256_srli_epi32(bits, 31));
-      keys[i % 4] = i < 4 ? key : _mm256_max_epu32(keys[i % 4], key);
+      Int bits = load(values + 32 * i);
+      pin(bits);  // else each of the two would load it
+      greatest[i % 2] = i < 2 ? bits : _mm256_max_epi32(greatest[i % 2], bits);
+      least[i % 2] = i < 2 ? bits : _mm256_max_epu32(least[i % 2], bits);
     }
-    const Int all = _mm256_max_epu32(_mm256_max_epu32(keys[0], keys[1]), _mm256_max_epu32(keys[2], keys[3]));
-    __m128i lanes = _mm_max_epu32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-    lanes = _mm_max_epu32(lanes, _mm_shuffle_epi32(lanes, 0x4E));
-    lanes = _mm_max_epu32(lanes, _mm_shuffle_epi32(lanes, 0xB1));
-    return static_cast<uint32_t>(_mm_cvtsi128_si32(lanes));
+    const auto keys = [](Int bits) {
+      return _mm256_or_si256(_mm256_add_epi32(bits, bits), _mm256_srli_epi32(bits, 31));
+    };
+    return _mm256_max_epu32(keys(_mm256_max_epi32(greatest[0], greatest[1])),
+                            keys(_mm256_max_epu32(least[0], least[1])));
   }
 
   // Eight scaled floats as int32, rounded to nearest even.
@@ -81,7 +86,8 @@ struct Avx2 {
     return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(reinterpret_cast<const float*>(values)), inverse));
   }
 
-  JAXQUANT_INLINE void write_record(const uint8_t* values, float inverse, float ds, uint8_t* out) {
+  // What lies `ahead` of the values is fetched meanwhile.
+  JAXQUANT_INLINE void write_record(const uint8_t* values, float inverse, float ds, uint8_t* out, int64_t ahead) {
     const Float factor = splat(inverse);
     const Int in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     const Int ones = _mm256_set1_epi8(1);
@@ -90,6 +96,8 @@ struct Avx2 {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
       const uint8_t* v = values + 128 * i;
+      prefetch(v + ahead);
+      prefetch(v + ahead + 64);
       const Int a = _mm256_packs_epi32(scaled(v, factor), scaled(v + 32, factor));
       const Int b = _mm256_packs_epi32(scaled(v + 64, factor), scaled(v + 96, factor));
       const Int q = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(a, b), in_order);

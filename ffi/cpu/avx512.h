@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "prefetch.h"
 #include "record.h"
 
 namespace jaxquant {
@@ -82,24 +83,27 @@ struct Avx512 {
     s1 = halves_sum(total1);
   }
 
-  JAXQUANT_INLINE uint32_t greatest_key(const uint8_t* values) {
+  // Eight keys, the greatest of which is that of the block.
+  JAXQUANT_INLINE __m256i greatest_keys(const uint8_t* values) {
     Int keys[4];
 #pragma GCC unroll 16
     for (int i = 0; i < kBlock / 16; ++i) {
       const Int key = _mm512_rol_epi32(load(values + 64 * i), 1);
       keys[i % 4] = i < 4 ? key : _mm512_max_epu32(keys[i % 4], key);
     }
-    return _mm512_reduce_max_epu32(
-        _mm512_max_epu32(_mm512_max_epu32(keys[0], keys[1]), _mm512_max_epu32(keys[2], keys[3])));
+    const Int all = _mm512_max_epu32(_mm512_max_epu32(keys[0], keys[1]), _mm512_max_epu32(keys[2], keys[3]));
+    return _mm256_max_epu32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
   }
 
-  JAXQUANT_INLINE void write_record(const uint8_t* values, float inverse, float ds, uint8_t* out) {
+  // What lies `ahead` of the values is fetched meanwhile.
+  JAXQUANT_INLINE void write_record(const uint8_t* values, float inverse, float ds, uint8_t* out, int64_t ahead) {
     const Float factor = splat(inverse);
     const __m128i ones = _mm_set1_epi8(1);
     store(out + q8k::kDs, ds);
     __m128i pair_sums[q8k::kSums];
 #pragma GCC unroll 16
     for (int j = 0; j < q8k::kSums; ++j) {
+      prefetch(values + 64 * j + ahead);
       const Float v = _mm512_loadu_ps(values + 64 * j);
       const __m128i q = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(v, factor)));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(out + q8k::kQ + 16 * j), q);

@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include "kernels.h"
+#include "prefetch.h"
 #include "record.h"
 
 namespace jaxquant {
@@ -15,9 +16,6 @@ namespace {
 constexpr int kRowsTogether = 4;
 constexpr int kMostSpread = 64;   // records of the columns that are laid out at a time: 70 KiB, on the stack
 constexpr int kGemvAhead = 2048;  // bytes, beyond the rows that are read
-
-// As _mm_prefetch, but it stays where it is written: in one burst the compiler would make the loads wait.
-JAXQUANT_INLINE void prefetch(const uint8_t* p) { asm volatile("prefetcht0 %0" : : "m"(*p)); }
 
 JAXQUANT_INLINE __m256i load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
