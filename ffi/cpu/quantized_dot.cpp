@@ -14,8 +14,8 @@ namespace ffi = xla::ffi;
 
 constexpr int64_t round_up(int64_t a, int64_t step) { return (a + step - 1) / step * step; }
 
-// Pairs of records that are worth a thread of their own, about 50 us of one core.
-constexpr int64_t kPairsPerTask = 4096;
+// Pairs of records that are worth a thread of their own, about 10 us of one core.
+constexpr int64_t kPairsPerTask = 2048;
 // More tasks than threads, so that a thread that was held up does not hold up the rest.
 constexpr int64_t kTasksPerThread = 8;
 
