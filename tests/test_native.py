@@ -35,9 +35,14 @@ def test_status_names_what_runs():
     assert status.problem is None
     assert status.isa == status.supported_isas[0]
     assert status.supported_isas[-1] == "portable"
-    assert (status.backend, status.cpu, status.other_platforms) == ("auto", "native", "fallback")
+    assert (status.backend, status.cpu, status.cuda, status.other_platforms) == (
+        "auto",
+        "native",
+        "native",
+        "fallback",
+    )
     with jq.use_backend("fallback"):
-        assert jq.status().cpu == "fallback"
+        assert (jq.status().cpu, jq.status().cuda) == ("fallback", "fallback")
 
 
 def test_a_jitted_function_follows_the_backend(rng):
@@ -68,7 +73,7 @@ def test_unknown_backend():
 
 
 def test_native_backend_says_where_there_is_no_kernel():
-    with jq.use_backend("native"), pytest.raises(NotImplementedError, match="there are kernels for CPU only"):
+    with jq.use_backend("native"), pytest.raises(NotImplementedError, match="there is no kernel for this platform"):
         jax.jit(jq.quantize).trace(jnp.zeros((1, 256), jnp.float32)).lower(lowering_platforms=("tpu",))
 
 

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
+from importlib import metadata
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,8 @@ __all__ = [
 #: Names of the FFI targets, for ``jax.export``'s ``DisabledSafetyCheck.custom_call``.
 FFI_TARGETS = ("jaxquant_quantize_v1", "jaxquant_quantized_dot_v1")
 
+_CUDA_TARGETS = FFI_TARGETS[:2]
+
 #: ``auto`` takes the native kernels where they exist, the others force one implementation.
 BACKENDS = ("auto", "native", "fallback")
 
@@ -42,7 +45,11 @@ class Status(NamedTuple):
         supported_isas: the instruction sets that this library and this CPU share, the best first.
         backend: the selected backend, one of `BACKENDS`.
         cpu: ``"native"`` or ``"fallback"``: what an operation traced now lowers to on CPU.
+        cuda: the same for NVIDIA GPUs. Without the CUDA library it is the fallback on a machine that has such
+            a GPU, and native elsewhere: a program exported there names the kernels of the machine it will run on.
         other_platforms: the same for every other platform.
+        cuda_library: path of the CUDA library, or None.
+        cuda_problem: why there is no CUDA library, or None.
     """
 
     library: str | None
@@ -51,7 +58,10 @@ class Status(NamedTuple):
     supported_isas: tuple[str, ...]
     backend: str
     cpu: str
+    cuda: str
     other_platforms: str
+    cuda_library: str | None
+    cuda_problem: str | None
 
 
 class _Library(NamedTuple):
@@ -93,9 +103,53 @@ def _load() -> _Library:
 
 
 @functools.cache
-def _warn_of_missing_library(problem: str) -> None:
+def _load_cuda() -> _Library:
+    spec = importlib.util.find_spec("jaxquant.libjaxquant_cuda")
+    path = spec.origin if spec is not None else None
+    for entry in metadata.entry_points(group="jaxquant.cuda") if path is None else ():
+        path = entry.load()()
+    if path is None:
+        return _Library(
+            None,
+            None,
+            "the CUDA kernels are not installed. Use `pip install jaxquant[cuda13]`, or from a checkout with nvcc "
+            "`pip install . -C cmake.define.JAXQUANT_CUDA=ON`",
+        )
+    try:
+        handle = ctypes.CDLL(path)
+    except OSError as error:
+        return _Library(path, None, str(error))
+    for target in _CUDA_TARGETS:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, target)), platform="CUDA")
+    return _Library(path, handle, None)
+
+
+def _cuda_obstacle() -> str | None:
+    """Why an operation cannot be lowered to the CUDA kernels, or None.
+
+    Without an NVIDIA GPU here, the program is for another machine, and so need not find the library on this one.
+    """
+    problem = _load_cuda().problem
+    return problem if problem is not None and _has_cuda_device() else None
+
+
+def _has_plugins() -> bool:
+    return importlib.util.find_spec("jax_plugins") is not None
+
+
+def _has_cuda_device() -> bool:
+    if not _has_plugins():
+        return False
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:
+        return False
+
+
+@functools.cache
+def _warn_of_missing_library(platform: str, problem: str) -> None:
     warnings.warn(
-        f"jaxquant runs its slow fallback on CPU: {problem}",
+        f"jaxquant runs its slow fallback on {platform}: {problem}",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -105,14 +159,18 @@ def runs_native(backend: str, platform: str, operation: str) -> bool:
     """Whether ``operation``, bound with ``backend``, lowers to a native kernel on ``platform``."""
     if backend == "fallback":
         return False
-    library = _load()
-    if platform == "cpu" and library.handle is not None:
+    if platform == "cpu":
+        problem = _load().problem
+    elif platform == "cuda":
+        problem = _cuda_obstacle()
+    else:
+        problem = "there is no kernel for this platform"
+    if problem is None:
         return True
     if backend == "native":
-        why = library.problem if platform == "cpu" else "there are kernels for CPU only"
-        raise NotImplementedError(f"{operation}: backend 'native' was asked for, but {why}")
-    if platform == "cpu" and library.problem is not None:
-        _warn_of_missing_library(library.problem)
+        raise NotImplementedError(f"{operation}: backend 'native' was asked for, but {problem}")
+    if platform in ("cpu", "cuda"):
+        _warn_of_missing_library(platform.upper(), problem)
     return False
 
 
@@ -192,19 +250,29 @@ def status() -> Status:
     """
     library = _load()
     backend = selected_backend()
-    native = library.handle is not None and backend != "fallback"
+    cuda = _load_cuda()
+
+    def lowers_to(obstacle: str | None) -> str:
+        return "native" if obstacle is None and backend != "fallback" else "fallback"
+
     return Status(
         library.path,
         library.problem,
         library.handle.jaxquant_isa().decode() if library.handle is not None else None,
         supported_isas(),
         backend,
-        "native" if native else "fallback",
+        lowers_to(library.problem),
+        lowers_to(_cuda_obstacle()),
         "fallback",
+        cuda.path,
+        cuda.problem,
     )
 
 
 # At import, so that serialized programs find the targets by name in a process that lowers nothing.
 _load()
+# Where JAX has no plugin there is no GPU to run them on, and looking for entry points takes milliseconds.
+if _has_plugins():
+    _load_cuda()
 if isa := _from_environment("JAXQUANT_ISA", "", (*supported_isas(), "")):
     force_isa(isa)

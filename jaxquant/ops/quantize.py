@@ -119,4 +119,5 @@ def _lower(ctx: Any, values: Any, *, backend: str, platform: str) -> Any:
 
 mlir.register_lowering(quantize_p, functools.partial(_lower, platform="other"))
 mlir.register_lowering(quantize_p, functools.partial(_lower, platform="cpu"), platform="cpu")
+mlir.register_lowering(quantize_p, functools.partial(_lower, platform="cuda"), platform="cuda")
 partition.register_batched(native.FFI_TARGETS[0])

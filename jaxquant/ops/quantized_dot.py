@@ -185,4 +185,5 @@ def _lower(
 
 mlir.register_lowering(quantized_dot_p, functools.partial(_lower, platform="other"))
 mlir.register_lowering(quantized_dot_p, functools.partial(_lower, platform="cpu"), platform="cpu")
+mlir.register_lowering(quantized_dot_p, functools.partial(_lower, platform="cuda"), platform="cuda")
 partition.register_dot(native.FFI_TARGETS[1])

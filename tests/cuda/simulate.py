@@ -103,9 +103,17 @@ class Device:
 def build(folder: Path) -> ctypes.CDLL:
     """Compile the simulation into ``folder`` and load it."""
     library = folder / "simulation.so"
-    options = (
-        "-std=c++17 -O1 -fPIC -shared -ffp-contract=off -Wall -Wextra -Wno-unknown-pragmas -Werror".split()
-    )
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+        "-Wno-unknown-pragmas",
+        "-Werror",
+    ]
     include = [f"-I{path}" for path in (FFI, FFI / "cuda", HERE)]
     compiler = os.environ.get("CXX", "g++")
     subprocess.run([compiler, *options, *include, HERE / "simulate.cpp", "-o", library], check=True)
