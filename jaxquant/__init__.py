@@ -1,6 +1,8 @@
 """Block-quantized numbers in JAX, exact to the bit."""
 
 from jaxquant import gguf as gguf
+from jaxquant import io as io
+from jaxquant import nn as nn
 from jaxquant import quant as quant
 from jaxquant import records as records
 from jaxquant.arrays import SWIZZLES as SWIZZLES
@@ -17,6 +19,7 @@ from jaxquant.arrays import swizzle as swizzle
 from jaxquant.casts import cast as cast
 from jaxquant.casts import decode as decode
 from jaxquant.casts import encode as encode
+from jaxquant.compare import compare as compare
 from jaxquant.dtypes import BlockScaledDType as BlockScaledDType
 from jaxquant.dtypes import CompoundDType as CompoundDType
 from jaxquant.dtypes import DType as DType
