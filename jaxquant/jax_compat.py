@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "Tiling",
+    "Value",
     "add_user_check",
     "leading_spec",
     "register_partitioner",
@@ -94,37 +95,58 @@ class Tiling(NamedTuple):
     manual: NDArray[np.int64]
 
 
-# How a call is split: target, operand shapes and tilings, result shape and tiling and backend config to the
-# StableHLO of one device's call and the tilings it wants. None is for a value that every device holds.
-Partition = Callable[..., tuple[str, list[Tiling | None], Tiling | None]]
+class Value(NamedTuple):
+    """An operand or a result of a call; without a tiling every device holds all of it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    tiling: Tiling | None
+
+
+# Operands, results and attributes of a call, to the StableHLO of one device's call, how its operands must lie,
+# and how its results lie.
+Partition = Callable[
+    [list[Value], list[Value], str], tuple[str, Sequence[Tiling | None], Sequence[Tiling | None]]
+]
 
 
 def register_partitioner(target: str, partition: Partition) -> None:
-    """Let ``partition`` split the calls of a custom-call target over devices, on every platform.
+    """Let ``partition`` split the calls of an FFI target over devices, on every platform.
 
     `jax.experimental.custom_partitioning` does so with callbacks that only the process that traced a program
     has, and programs that hold one are neither cached on disk (jax#21159) nor exported. A call by this name
     holds nothing but its operands and attributes.
     """
 
-    def split(shapes: Any, shardings: Any, result_shape: Any, result_sharding: Any, config: bytes) -> Any:
-        values = [*zip(shapes, shardings, strict=True), (result_shape, result_sharding)]
-        tilings = [_tiling(sharding, len(shape.dimensions())) for shape, sharding in values]
-        extents = [tuple(shape.dimensions()) for shape, _ in values]
-        call, operands, result = partition(
-            target, extents[:-1], tilings[:-1], extents[-1], tilings[-1], config.decode()
+    def value(shape: Any, sharding: Any) -> Value:
+        extents = tuple(shape.dimensions())
+        return Value(extents, np.dtype(shape.numpy_dtype()), _tiling(sharding, len(extents)))
+
+    def split(shapes: Any, shardings: Any, made: Any, made_sharding: Any, attributes: bytes) -> Any:
+        several = made.is_tuple()
+        made_shapes = made.tuple_shapes() if several else [made]
+        made_shardings = [made_sharding] * len(made_shapes)
+        if several and made_sharding is not None:
+            made_shardings = made_sharding.tuple_elements()
+        operands = [value(*pair) for pair in zip(shapes, shardings, strict=True)]
+        results = [value(*pair) for pair in zip(made_shapes, made_shardings, strict=True)]
+        call, *wanted = partition(operands, results, attributes.decode())
+        operand_shardings, result_shardings = (
+            [_wanted_sharding(*each) for each in zip(have, values, tilings, strict=True)]
+            for have, values, tilings in zip(
+                (shardings, made_shardings), (operands, results), wanted, strict=True
+            )
         )
-        made = [
-            # A sharding that is right already is handed back as it is, so that nothing looks moved.
-            sharding if _same(have, want) and sharding is not None else _sharding(want)
-            for (_, sharding), have, want in zip(values, tilings, [*operands, result], strict=True)
-        ]
-        return call.encode(), made[:-1], made[-1]
+        if several:
+            result_sharding = xla_client.HloSharding.tuple_sharding(made, result_shardings)
+        else:
+            (result_sharding,) = result_shardings
+        return call.encode(), operand_shardings, result_sharding
 
-    def infer(shapes: Any, shardings: Any, result_shape: Any, config: bytes) -> Any:
-        return split(shapes, shardings, result_shape, None, config)[2]
+    def infer(shapes: Any, shardings: Any, made: Any, attributes: bytes) -> Any:
+        return split(shapes, shardings, made, None, attributes)[2]
 
-    def propagate(sharding: Any, shape: Any, config: bytes) -> Any:
+    def propagate(sharding: Any, shape: Any, attributes: bytes) -> Any:
         return sharding
 
     register = functools.partial(
@@ -153,6 +175,11 @@ def _tiling(sharding: Any, rank: int) -> Tiling | None:
     ]
     manual = groups[0] if groups else np.zeros(len(devices), np.int64)
     return Tiling(tuple(shape[:rank]), tiles[:, :rank], manual)
+
+
+def _wanted_sharding(sharding: Any, value: Value, tiling: Tiling | None) -> Any:
+    # One that is right already is handed back as it is, so that nothing looks moved.
+    return sharding if sharding is not None and _same(value.tiling, tiling) else _sharding(tiling)
 
 
 def _same(a: Tiling | None, b: Tiling | None) -> bool:

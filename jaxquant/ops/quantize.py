@@ -110,14 +110,19 @@ jax_compat.add_user_check(
 )
 
 
+def _axes(operands: Any, *_: Any) -> partition.Axes:
+    own = [*range(len(operands[0].shape) - 1), partition.WHOLE]
+    return partition.Axes([own], [own])
+
+
 def _lower(ctx: Any, values: Any, *, backend: str, platform: str) -> Any:
     if native.runs_native(backend, platform, "quantize"):
-        attributes = partition.batch_attributes(ctx.avals_in, ctx.avals_out, ctx.avals_in[0].ndim - 1)
-        return jax.ffi.ffi_lowering(native.FFI_TARGETS[0], extra_attributes=attributes)(ctx, values)
+        rule = partition.rule(_axes(ctx.avals_in), ctx.avals_in, ctx.avals_out)
+        return jax.ffi.ffi_lowering(native.FFI_TARGETS[0], extra_attributes=rule)(ctx, values)
     return mlir.lower_fun(fallback.quantize, multiple_results=False)(ctx, values)
 
 
 mlir.register_lowering(quantize_p, functools.partial(_lower, platform="other"))
 mlir.register_lowering(quantize_p, functools.partial(_lower, platform="cpu"), platform="cpu")
 mlir.register_lowering(quantize_p, functools.partial(_lower, platform="cuda"), platform="cuda")
-partition.register_batched(native.FFI_TARGETS[0])
+partition.register(native.FFI_TARGETS[0], _axes)

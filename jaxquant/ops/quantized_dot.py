@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -164,6 +166,21 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 ad.primitive_jvps[quantized_dot_p] = _jvp
 
 
+def _axes(lhs_dims: Sequence[int], rhs_dims: Sequence[int]) -> partition.Axes:
+    rank = 1 + max((*lhs_dims, *rhs_dims))
+    operands = [[partition.WHOLE if dim < 0 else dim for dim in (*dims, -1)] for dims in (lhs_dims, rhs_dims)]
+    return partition.Axes(operands, [range(rank)])
+
+
+def _axes_of_call(operands: Any, results: Any, attributes: str) -> partition.Axes:
+    def dims(name: str) -> list[int]:
+        found = re.search(rf"\b{name} = dense<\[?(.*?)\]?>", attributes)
+        assert found, attributes
+        return [int(dim) for dim in found.group(1).split(",")]
+
+    return _axes(dims("lhs_dims"), dims("rhs_dims"))
+
+
 def _lower(
     ctx: Any,
     lhs: Any,
@@ -175,8 +192,8 @@ def _lower(
     platform: str,
 ) -> Any:
     if native.runs_native(backend, platform, "quantized_dot"):
-        attributes = partition.dot_attributes(ctx.avals_in, ctx.avals_out[0], (lhs_dims, rhs_dims))
-        return jax.ffi.ffi_lowering(native.FFI_TARGETS[1], extra_attributes=attributes)(
+        rule = partition.rule(_axes(lhs_dims, rhs_dims), ctx.avals_in, ctx.avals_out)
+        return jax.ffi.ffi_lowering(native.FFI_TARGETS[1], extra_attributes=rule)(
             ctx, lhs, rhs, lhs_dims=np.array(lhs_dims, np.int64), rhs_dims=np.array(rhs_dims, np.int64)
         )
     run = functools.partial(fallback.quantized_dot, lhs_dims=lhs_dims, rhs_dims=rhs_dims)
@@ -186,4 +203,4 @@ def _lower(
 mlir.register_lowering(quantized_dot_p, functools.partial(_lower, platform="other"))
 mlir.register_lowering(quantized_dot_p, functools.partial(_lower, platform="cpu"), platform="cpu")
 mlir.register_lowering(quantized_dot_p, functools.partial(_lower, platform="cuda"), platform="cuda")
-partition.register_dot(native.FFI_TARGETS[1])
+partition.register(native.FFI_TARGETS[1], _axes_of_call)
