@@ -25,6 +25,7 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from jaxquant import jax_compat
 from jaxquant.dtypes import DType, FloatFacts, SimpleDType
+from jaxquant.ops.float32 import FRACTION, IMPLICIT, INFINITY, MAGNITUDE, NAN
 
 __all__ = ["Overflow", "Rounding", "cast", "decode", "encode"]
 
@@ -38,11 +39,6 @@ Overflow: TypeAlias = Literal["saturate", "overflow"]
 _ZERO = np.uint32(0)
 _ONE = np.uint32(1)
 _HALF = np.uint32(1 << 31)
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
-_INFINITY = np.uint32(0x7F800000)
-_NAN = np.uint32(0x7FC00000)
-_IMPLICIT = np.uint32(0x00800000)
-_FRACTION = np.uint32(0x007FFFFF)
 _SMALLEST_E8M0 = np.uint32(0x00400000)
 _256 = np.uint32(0x43800000)
 
@@ -338,8 +334,8 @@ def _check_mode(
 
 
 def _encode(xp: Any, bits: Any, random: Any, fmt: _Format, rounding: Rounding, saturate: bool) -> Any:
-    magnitude = bits & _MAGNITUDE
-    negative = bits > _MAGNITUDE
+    magnitude = bits & MAGNITUDE
+    negative = bits > MAGNITUDE
     if isinstance(fmt, _Float):
         kept, lost = _split_float(xp, magnitude, fmt, rounding)
     elif isinstance(fmt, _PowerOfTwo):
@@ -347,7 +343,7 @@ def _encode(xp: Any, bits: Any, random: Any, fmt: _Format, rounding: Rounding, s
     else:
         kept, lost = _split_integer(xp, magnitude, rounding)
     rounded = kept + _rounds_away(kept, lost, negative, random, rounding).astype(xp.uint32)
-    not_a_number = magnitude > _INFINITY
+    not_a_number = magnitude > INFINITY
     if isinstance(fmt, _Float):
         limit = _limit(xp, fmt, rounding, saturate, negative, magnitude)
         sign = negative.astype(xp.uint32) << np.uint32(fmt.bits - 1)
@@ -357,7 +353,7 @@ def _encode(xp: Any, bits: Any, random: Any, fmt: _Format, rounding: Rounding, s
             # What lies above 254 is odd, yet the tie below it overflows.
             tie = (kept == np.uint32(254)) & (lost == _HALF)
             rounded = rounded + tie.astype(xp.uint32)
-        invalid = (magnitude >= _INFINITY) | (negative & (magnitude != _ZERO))
+        invalid = (magnitude >= INFINITY) | (negative & (magnitude != _ZERO))
         limit = np.uint32(254 if saturate else 255)
         code = xp.where(invalid, np.uint32(255), xp.minimum(rounded, limit))
     else:
@@ -379,7 +375,7 @@ def _float32_bits(xp: Any, x: Any) -> Any:
     fraction = half & np.uint32(0x3FF)
     significand = fraction | xp.where(field == _ZERO, _ZERO, np.uint32(0x400))
     finite = _scaled(xp, significand, xp.maximum(field, _ONE) - np.uint32(25))
-    magnitude = xp.where(field == np.uint32(31), _INFINITY | (fraction << np.uint32(13)), finite)
+    magnitude = xp.where(field == np.uint32(31), INFINITY | (fraction << np.uint32(13)), finite)
     return ((half >> np.uint32(15)) << np.uint32(31)) | magnitude
 
 
@@ -394,7 +390,7 @@ def _scaled(xp: Any, significand: Any, exponent: Any) -> Any:
 
 
 def _significand(xp: Any, magnitude: Any) -> Any:
-    return (magnitude & _FRACTION) | xp.where(magnitude < _IMPLICIT, _ZERO, _IMPLICIT)
+    return (magnitude & FRACTION) | xp.where(magnitude < IMPLICIT, _ZERO, IMPLICIT)
 
 
 def _split(xp: Any, significand: Any, shift: Any, rounding: Rounding) -> tuple[Any, Any]:
@@ -423,7 +419,7 @@ def _split_float(xp: Any, magnitude: Any, fmt: _Float, rounding: Rounding) -> tu
 def _split_power_of_two(xp: Any, magnitude: Any) -> tuple[Any, Any]:
     magnitude = xp.maximum(magnitude, _SMALLEST_E8M0)
     # In the float32 subnormals the leading bit is one place lower, and explicit.
-    up = xp.where(magnitude < _IMPLICIT, np.uint32(10), np.uint32(9))
+    up = xp.where(magnitude < IMPLICIT, np.uint32(10), np.uint32(9))
     return magnitude >> np.uint32(23), magnitude << up
 
 
@@ -454,7 +450,7 @@ def _limit(xp: Any, fmt: _Float, rounding: Rounding, saturate: bool, negative: A
     if saturate or fmt.overflowed is None:
         return largest
     overflowed = np.uint32(fmt.overflowed)
-    infinite = magnitude >= _INFINITY
+    infinite = magnitude >= INFINITY
     if rounding == "toward_zero":
         return xp.where(infinite, overflowed, largest)
     if rounding == "up":
@@ -470,7 +466,7 @@ def _decode(xp: Any, codes: Any, fmt: _Format) -> Any:
     code = codes.astype(xp.uint32)
     if isinstance(fmt, _PowerOfTwo):
         bits = xp.where(code == _ZERO, _SMALLEST_E8M0, code << np.uint32(23))
-        bits = xp.where(code == np.uint32(255), _NAN, bits)
+        bits = xp.where(code == np.uint32(255), NAN, bits)
     else:
         ones = np.uint32((1 << fmt.significand_bits) - 1)
         magnitude = code & np.uint32((1 << (fmt.bits - 1)) - 1)
@@ -482,9 +478,9 @@ def _decode(xp: Any, codes: Any, fmt: _Format) -> Any:
         bits = sign | finite
         if fmt.overflowed is not None:
             if fmt.overflowed != fmt.nan:
-                bits = xp.where(magnitude == np.uint32(fmt.overflowed), sign | _INFINITY, bits)
+                bits = xp.where(magnitude == np.uint32(fmt.overflowed), sign | INFINITY, bits)
             first_nan = fmt.largest + 1 + (fmt.overflowed != fmt.nan)
-            bits = xp.where(magnitude >= np.uint32(first_nan), sign | _NAN, bits)
+            bits = xp.where(magnitude >= np.uint32(first_nan), sign | NAN, bits)
     return _bitcast(xp, bits, np.float32)
 
 
@@ -513,7 +509,7 @@ mlir.register_lowering(
     float32_bits_p, mlir.lower_fun(functools.partial(_float32_bits, jnp), multiple_results=False)
 )
 jax_compat.add_user_check(
-    float32_bits_p, lambda bits: (bits & _MAGNITUDE) > _INFINITY, "encode: x is NaN at index {index}"
+    float32_bits_p, lambda bits: (bits & MAGNITUDE) > INFINITY, "encode: x is NaN at index {index}"
 )
 
 

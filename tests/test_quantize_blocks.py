@@ -18,7 +18,7 @@ from dtype_samples import block_scaled
 
 from jaxquant import BlockScaledDType, DType, Level, SimpleDType, Whole
 from jaxquant.arrays import BlockScaledArray, NarrowArray, fake_quantize_blocks, quantize_blocks
-from jaxquant.arrays.quantize_blocks import scale_bytes
+from jaxquant.ops.blocks import scale_bytes
 
 pytestmark = pytest.mark.arrays
 

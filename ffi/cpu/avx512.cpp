@@ -6,7 +6,8 @@
 
 namespace jaxquant {
 
-const Kernels kAvx512 = {Avx512::kIsa, quantize<Avx512>, matmul<Avx512>, PanelRecord<Avx512>::kRows,
-                         Avx512::kTileColumns};
+// Blocks are bound by memory, which wider vectors do not change.
+const Kernels kAvx512 = {Avx512::kIsa,       quantize<Avx512>,           matmul<Avx512>,      avx2_decode_blocks,
+                         avx2_encode_blocks, PanelRecord<Avx512>::kRows, Avx512::kTileColumns};
 
 }  // namespace jaxquant

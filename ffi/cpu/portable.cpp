@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 #include "record.h"
+#include "simd_blocks.h"
 
 namespace jaxquant {
 namespace {
@@ -73,6 +74,6 @@ void matmul(const MatMul& problem) {
 
 }  // namespace
 
-const Kernels kPortable = {"portable", quantize, matmul, 1, 1};
+const Kernels kPortable = {"portable", quantize, matmul, decode_blocks, encode_blocks, 1, 1};
 
 }  // namespace jaxquant

@@ -14,11 +14,11 @@ import ml_dtypes
 import numpy as np
 
 from jaxquant import casts
-from jaxquant.arrays import float_bits
 from jaxquant.arrays.narrow import NarrowArray
 from jaxquant.arrays.swizzled import SwizzledArray
 from jaxquant.dtypes import BlockScaledDType, DType, SimpleDType, Whole, WholeExtent
 from jaxquant.layout import IntTree, Layout
+from jaxquant.ops import blocks, float32
 from jaxquant.representation import Plane, Representation
 
 __all__ = ["BlockScaledArray"]
@@ -475,7 +475,7 @@ def _check_planes(levels: tuple[Any, ...], elements: Any) -> None:
                 raise TypeError(
                     f"BlockScaledArray: {name} must be a NumPy or JAX array, got {type(leaf).__name__}"
                 )
-            classes[float_bits.library(leaf)] = name
+            classes[float32.library(leaf)] = name
     if len(classes) > 1:
         raise TypeError(
             f"BlockScaledArray: planes must be all NumPy or all JAX, but {classes[np]} is NumPy and "
@@ -697,7 +697,7 @@ def _joined(planes: Sequence[Any], axis: int) -> Any:
     dtype = planes[0].dtype
     if dtype in _BYTES:
         return _joined([plane.view(np.uint8) for plane in planes], axis).view(dtype)
-    return float_bits.library(planes[0]).concatenate(planes, axis)
+    return float32.library(planes[0]).concatenate(planes, axis)
 
 
 def _bounds(
@@ -781,13 +781,13 @@ def _concatenated(arrays: tuple[BlockScaledArray, ...], axis: int) -> BlockScale
 
 
 def _library(array: BlockScaledArray) -> Any:
-    return float_bits.library(jax.tree_util.tree_leaves(array)[0])
+    return float32.library(jax.tree_util.tree_leaves(array)[0])
 
 
 def _run(function: Callable[..., Any], array: BlockScaledArray, *static: Any) -> Any:
     if _library(array) is np:
         return function(array, *static)
-    if isinstance(array.elements, NarrowArray) and array._coding is not None:
+    if isinstance(array.elements, NarrowArray) and array._coding is not None and _kernel_call(array) is None:
         # Unpacked in a program of its own: XLA would fuse it into the decoding, which no longer vectorizes.
         array = array._with(array.levels, array.elements.codes(), array._blocks, array._padding)
     return _jitted(function, array, *static)
@@ -809,15 +809,15 @@ def plane_bits(plane: Any, element: SimpleDType | None = None) -> tuple[Any, int
     """
     plane = _dense(plane)
     if isinstance(plane, NarrowArray):
-        return plane.unpack().astype(np.float32).view(np.uint32), float_bits.SHORT
+        return plane.unpack().astype(np.float32).view(np.uint32), float32.SHORT
     if element is not None and plane.dtype == np.uint8:
-        return casts.decode(plane, element).view(np.uint32), float_bits.SHORT
+        return casts.decode(plane, element).view(np.uint32), float32.SHORT
     if plane.dtype in _BYTES:
-        return casts.decode(plane.view(np.uint8), plane.dtype).view(np.uint32), float_bits.SHORT
+        return casts.decode(plane.view(np.uint8), plane.dtype).view(np.uint32), float32.SHORT
     wide = plane.dtype.itemsize > 1 and plane.dtype != ml_dtypes.bfloat16
     with np.errstate(all="ignore"):
         values = plane.astype(np.float32)
-    return values.view(np.uint32), 24 if wide else float_bits.SHORT
+    return values.view(np.uint32), 24 if wide else float32.SHORT
 
 
 _BYTES = tuple(
@@ -827,11 +827,9 @@ _BYTES = tuple(
 
 def _element_bits(array: BlockScaledArray) -> tuple[Any, int]:
     coding = array._coding
-    bits, width = plane_bits(array.elements, None if coding is None else coding.element)
-    if _is_fixed_point(coding):
-        zero = (bits & float_bits.MAGNITUDE) == 0
-        bits = float_bits.library(bits).where(zero, bits, bits - np.uint32(6 << 23))
-    return bits, width
+    if _is_fixed_point(coding) and not isinstance(array.elements, NarrowArray):
+        return blocks.element_bits(array.elements.view(np.uint8), DType.Int8), float32.SHORT
+    return plane_bits(array.elements, None if coding is None else coding.element)
 
 
 def _spread(array: BlockScaledArray, level: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -851,20 +849,83 @@ def _spread(array: BlockScaledArray, level: int) -> tuple[tuple[int, ...], tuple
     return tuple(split), tuple(single)
 
 
+# What the kernels know, by the dtypes of the elements that are stored and by those of the scales.
+_KERNEL_ELEMENTS = {
+    np.dtype(ml_dtypes.float8_e4m3fn): DType.E4M3,
+    np.dtype(ml_dtypes.float8_e5m2): DType.E5M2,
+    np.dtype(ml_dtypes.float6_e3m2fn): DType.E3M2,
+    np.dtype(ml_dtypes.float6_e2m3fn): DType.E2M3,
+    np.dtype(ml_dtypes.float4_e2m1fn): DType.E2M1,
+}
+_KERNEL_SCALES = {_E8M0: "E8M0", np.dtype(ml_dtypes.float8_e4m3fn): "E4M3"}
+
+
+def _kernel_call(array: BlockScaledArray) -> Callable[[], Any] | None:
+    """What decodes the array to float32 by a kernel, or None where its planes are not of the kernels' kind."""
+    levels, elements, stored = array.levels, array.elements, tuple(array.elements.shape)
+    packed = isinstance(elements, NarrowArray)
+    coded = not packed and elements.dtype == np.uint8 and array._coding is not None
+    if _library(array) is np or any(isinstance(level, NarrowArray) for level in levels):
+        return None
+    element = _KERNEL_ELEMENTS.get(array.element_dtype) if packed or elements.dtype.itemsize == 1 else None
+    if not packed and not coded and elements.dtype.name in _PACKED_BY_XLA:
+        return None
+    if array.element_dtype == np.int8 and _is_fixed_point(array._coding) and not packed:
+        element = DType.Int8
+    scale = _KERNEL_SCALES.get(np.dtype(levels[0].dtype))
+    axes = [axis for axis, pair in enumerate(zip(levels[0].shape, stored, strict=True)) if pair[0] != pair[1]]
+    if element is None or scale is None or len(axes) != 1 or math.prod(stored) == 0:
+        return None
+    axis = axes[0]
+    count, block = levels[0].shape[axis], stored[axis] // levels[0].shape[axis]
+    if block % blocks.UNIT or (packed and elements.axis % array.ndim != axis):
+        return None
+    outer: tuple[Any, ...] = ()
+    if len(levels) > 1:
+        extents = tuple(levels[1].shape)
+        kept = next((i for i, extent in enumerate(extents) if extent == 1), array.ndim)
+        fits = kept <= axis and extents == (*stored[:kept], *(1,) * (array.ndim - kept))
+        if len(levels) > 2 or scale != "E4M3" or levels[1].dtype != np.float32 or not fits:
+            return None
+        outer = (_dense(levels[1]).reshape((*extents[:axis], 1)),)
+    batch, across = (*stored[:axis], count), math.prod(stored[axis + 1 :])
+    inner = (across,) if across != 1 else ()
+    data = elements.data if packed else elements
+
+    def call() -> Any:
+        values = blocks.decode(
+            data.reshape((*batch, data.shape[axis] // count, *inner)),
+            _dense(levels[0]).reshape((*batch, *inner)),
+            *outer,
+            element=element,
+            scale=scale,
+            packed=packed and element.bits < 8,
+            across=across != 1,
+        )
+        return values.reshape(stored)
+
+    return call
+
+
 def _decoded_bits(array: BlockScaledArray) -> Any:
+    call = _kernel_call(array)
+    if call is not None:
+        return _unpadded(array, call()).view(np.uint32)
     bits, width = _element_bits(array)
     stored = tuple(array.elements.shape)
     for level, plane in enumerate(array.levels):
         split, single = _spread(array, level)
         bits = bits.reshape(split)
         if plane.dtype == _E8M0 and not isinstance(plane, NarrowArray):
-            bits = float_bits.scale_by_power(bits, _dense(plane).view(np.uint8).reshape(single))
+            bits = float32.scale_by_power(bits, _dense(plane).view(np.uint8).reshape(single))
         else:
             scales, scale_width = plane_bits(plane)
             scales = scales.reshape(single)
             if scale_width < width:
                 scales, bits = bits, scales
-            bits = float_bits.multiply(bits, scales, min(width, scale_width))
+            bits = (float32.multiply_short if min(width, scale_width) <= float32.SHORT else float32.multiply)(
+                bits, scales
+            )
             width = min(width + scale_width, 24)
             # Two codes of 4 significand bits make 8, and so on; the sum bounds what is short again.
         bits = bits.reshape(stored)
@@ -878,7 +939,7 @@ def _unpadded(array: BlockScaledArray, values: Any) -> Any:
 
 
 def _dequantized(array: BlockScaledArray, dtype: NumpyDType) -> Any:
-    return float_bits.round_to(_decoded_bits(array), dtype)
+    return float32.round_to(_decoded_bits(array), dtype)
 
 
 def _values(array: BlockScaledArray) -> Any:
@@ -901,11 +962,9 @@ def _values(array: BlockScaledArray) -> Any:
             product = product * scales
         else:
             # A float32 product of two 16-bit numbers is exact where it matters, so that this rounds once.
-            significand_bits = 8 if array.dtype == ml_dtypes.bfloat16 else 11
-            bits = float_bits.multiply(
-                float_bits.to_bits(product), float_bits.to_bits(scales), significand_bits
-            )
-            product = float_bits.round_to(bits, array.dtype)
+            multiply = float32.multiply_short if array.dtype == ml_dtypes.bfloat16 else float32.multiply
+            bits = multiply(float32.to_bits(product), float32.to_bits(scales))
+            product = float32.round_to(bits, array.dtype)
         product = product.reshape(stored)
     return _unpadded(array, product.reshape(stored))
 
@@ -914,7 +973,7 @@ def _typed(plane: Any, bits: Any, dtype: NumpyDType) -> Any:
     """A plane's values in a float type."""
     if dtype == np.float64 and plane_dtype(plane) == np.float64:
         return _dense(plane)
-    return float_bits.round_to(bits, dtype)
+    return float32.round_to(bits, dtype)
 
 
 def _integers(plane: Any, dtype: NumpyDType) -> Any:

@@ -1,7 +1,6 @@
 """Narrow arrays: values of 1 to 8 bits, packed without gaps into bytes.
 
-The bytes are a little-endian bit stream along one axis: value 0 sits in the lowest bits of byte 0. Packing is
-shifts on uint8, as XLA folds constant bitcasts to types below a byte wrongly.
+The bytes are a little-endian bit stream along one axis: value 0 sits in the lowest bits of byte 0.
 
 Source: sections "Pytrees, orientation, names" and "Narrow" of the array contract.
 """
@@ -21,6 +20,7 @@ from jax import lax
 
 from jaxquant import casts
 from jaxquant.dtypes import DType, SimpleDType
+from jaxquant.ops import bit_stream
 
 __all__ = ["Narrow", "NarrowArray", "bit_width", "narrow"]
 
@@ -78,7 +78,7 @@ class NarrowArray:
         resolved = _resolve("NarrowArray", dtype)
         _check_bytes("NarrowArray", "data", data)
         position = _negative_axis("NarrowArray", data, axis)
-        _, chunk = _chunk(bit_width(resolved))
+        _, chunk = bit_stream.chunk(bit_width(resolved))
         if data.shape[position] % chunk:
             raise ValueError(
                 f"NarrowArray: data has shape {data.shape}, but axis {position} must hold a multiple of {chunk} "
@@ -155,7 +155,7 @@ class NarrowArray:
     def shape(self) -> tuple[int, ...]:
         """The shape of the values."""
         shape = list(self.data.shape)
-        values, chunk = _chunk(bit_width(self.dtype))
+        values, chunk = bit_stream.chunk(bit_width(self.dtype))
         shape[self.axis] = shape[self.axis] // chunk * values
         return tuple(shape)
 
@@ -181,7 +181,7 @@ class NarrowArray:
         >>> NarrowArray(np.uint8([0x21, 0x43]), "E2M1").codes()
         array([1, 2, 3, 4], dtype=uint8)
         """
-        unpack = _unpack if isinstance(self.data, np.ndarray) else _unpack_jitted
+        unpack = bit_stream.unpack if isinstance(self.data, np.ndarray) else _unpack_jitted
         return unpack(self.data, bit_width(self.dtype), self.axis)
 
     def unpack(self) -> Any:
@@ -342,7 +342,7 @@ class Narrow:
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         position = _check_axis("narrow.zeros", sizes, axis)
-        values, chunk = _chunk(bit_width(self.dtype))
+        values, chunk = bit_stream.chunk(bit_width(self.dtype))
         _check_whole("narrow.zeros", "the result", sizes, position, self.dtype)
         stored = list(sizes)
         stored[position] = sizes[position] // values * chunk
@@ -491,18 +491,12 @@ def _check_axis(operation: str, shape: Sequence[int], axis: object) -> int:
 
 
 def _check_whole(operation: str, what: str, shape: Sequence[int], axis: int, dtype: NarrowDType) -> None:
-    values, _ = _chunk(bit_width(dtype))
+    values, _ = bit_stream.chunk(bit_width(dtype))
     if shape[axis] % values:
         raise ValueError(
             f"{operation}: {what} has shape {tuple(shape)}, but axis {axis} must be a multiple of {values} "
             f"to pack {_name(dtype)} into whole bytes"
         )
-
-
-def _chunk(width: int) -> tuple[int, int]:
-    """The fewest values of a width that fill whole bytes, and these bytes."""
-    common = math.gcd(width, 8)
-    return 8 // common, width // common
 
 
 def _encode(x: Array, dtype: NarrowDType) -> Any:
@@ -547,58 +541,12 @@ def _saturate(x: Array, scalar: NumpyDType) -> Any:
 def _from_codes(operation: str, name: str, codes: Any, dtype: NarrowDType, axis: object) -> NarrowArray:
     position = _negative_axis(operation, codes, axis)
     _check_whole(operation, name, codes.shape, position, dtype)
-    pack = _pack if isinstance(codes, np.ndarray) else _pack_jitted
+    pack = bit_stream.pack if isinstance(codes, np.ndarray) else _pack_jitted
     return NarrowArray(pack(codes, bit_width(dtype), position), dtype, position)
 
 
-def _pack(codes: Any, width: int, axis: int) -> Any:
-    codes = codes & np.uint8((1 << width) - 1)
-    if width == 8:
-        return codes
-    count, chunk = _chunk(width)
-    pieces = _split(codes, axis, count)
-    made: list[Any] = [None] * chunk
-    for i, piece in enumerate(pieces):
-        byte, start = divmod(width * i, 8)
-        low = piece << np.uint8(start)
-        made[byte] = low if made[byte] is None else made[byte] | low
-        if start + width > 8:
-            made[byte + 1] = piece >> np.uint8(8 - start)
-    return _join(made, axis, codes.shape)
-
-
-def _unpack(data: Any, width: int, axis: int) -> Any:
-    if width == 8:
-        return data
-    count, chunk = _chunk(width)
-    pieces = _split(data, axis, chunk)
-    made: list[Any] = []
-    for i in range(count):
-        byte, start = divmod(width * i, 8)
-        code = pieces[byte] >> np.uint8(start)
-        if start + width > 8:
-            code = code | (pieces[byte + 1] << np.uint8(8 - start))
-        made.append(code & np.uint8((1 << width) - 1))
-    return _join(made, axis, data.shape)
-
-
-def _split(array: Any, axis: int, count: int) -> list[Any]:
-    """Every ``count``-th slice along the axis, from each of the first ``count`` places."""
-    shape = array.shape
-    after = shape[len(shape) + axis + 1 :]
-    chunked = array.reshape(*shape[: len(shape) + axis], shape[axis] // count, count, *after)
-    return [chunked[(Ellipsis, i, *(slice(None),) * len(after))] for i in range(count)]
-
-
-def _join(pieces: list[Any], axis: int, shape: tuple[int, ...]) -> Any:
-    xp: Any = np if isinstance(pieces[0], np.ndarray | np.generic) else jnp
-    joined = list(shape)
-    joined[axis] = pieces[0].shape[axis] * len(pieces)
-    return xp.stack(pieces, axis=axis).reshape(joined)
-
-
-_pack_jitted = jax.jit(_pack, static_argnums=(1, 2))
-_unpack_jitted = jax.jit(_unpack, static_argnums=(1, 2))
+_pack_jitted = jax.jit(bit_stream.pack, static_argnums=(1, 2))
+_unpack_jitted = jax.jit(bit_stream.unpack, static_argnums=(1, 2))
 
 
 def _basic_index(index: Any, ndim: int) -> tuple[Any, ...] | None:

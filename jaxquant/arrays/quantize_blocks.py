@@ -19,21 +19,18 @@ import ml_dtypes
 import numpy as np
 
 from jaxquant import casts
-from jaxquant.arrays import float_bits
 from jaxquant.arrays.block_scaled import Block, BlockScaledArray, build
 from jaxquant.arrays.narrow import NarrowArray
-from jaxquant.dtypes import BlockScaledDType, DType, SimpleDType, Whole, WholeExtent
-from jaxquant.ops import float32
+from jaxquant.dtypes import BlockScaledDType, DType, Whole, WholeExtent
+from jaxquant.ops import blocks, float32
+from jaxquant.ops.blocks import Nonfinite, ScaleRule
 
 __all__ = ["Nonfinite", "Recipe", "ScaleRule", "fake_quantize_blocks", "quantize_blocks"]
 
 Array: TypeAlias = Any
-ScaleRule: TypeAlias = Literal["floor", "ceil", "rceil", "even"]
-Nonfinite: TypeAlias = Literal["nan", "saturate"]
 Recipe: TypeAlias = Literal["exact"]
 
 _SOURCES = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32))
-_LARGEST = np.uint32(0x7F7FFFFF)
 _ZERO = np.uint32(0)
 
 
@@ -137,8 +134,12 @@ def quantize_blocks(
             f"{'no' if key is None else 'a'} key"
         )
     scale = _checked_tensor_scale(x, dtype, tensor_scale)
+    result: BlockScaledArray
+    if isinstance(x, jax.Array) and _suits_kernels(options, stored):
+        result = _quantize_by_kernels(x, scale, options, stored)
+        return result
     run = _quantize if isinstance(x, np.ndarray) else _quantize_jitted
-    result: BlockScaledArray = run(x, scale, key, options, stored)
+    result = run(x, scale, key, options, stored)
     # Packed in a program of its own: XLA would fuse packing with all that leads to the codes, and do it twice.
     return result._with(result.levels, _elements(result.elements, options), result._blocks, result._padding)
 
@@ -278,7 +279,9 @@ def _is_nvfp4(dtype: BlockScaledDType) -> bool:
 
 def _is_mx(dtype: BlockScaledDType) -> bool:
     return (
-        dtype.element in _MAX_SIGNIFICAND and len(dtype.levels) == 1 and dtype.levels[0].scale is DType.E8M0
+        dtype.element in blocks.MAX_SIGNIFICAND
+        and len(dtype.levels) == 1
+        and dtype.levels[0].scale is DType.E8M0
     )
 
 
@@ -322,7 +325,7 @@ def _checked_tensor_scale(x: Array, dtype: BlockScaledDType, tensor_scale: Any) 
         )
     if not isinstance(scale, jax.core.Tracer):
         bits = int(np.asarray(scale).view(np.uint32).reshape(()))
-        if not 0 < bits < int(float_bits.INFINITY):
+        if not 0 < bits < int(float32.INFINITY):
             raise ValueError(f"quantize_blocks: tensor_scale must be positive and finite, got {scale}")
     if isinstance(x, np.ndarray):
         return np.asarray(scale).reshape(1)
@@ -336,25 +339,40 @@ def _quantize(
     x: Array, tensor_scale: Array | None, key: jax.Array | None, options: _Options, stored: tuple[int, ...]
 ) -> BlockScaledArray:
     dtype = options.dtype
-    bits = _padded(float_bits.to_bits(x), stored)
+    bits = _padded(float32.to_bits(x), stored)
     split, axes, scale_shape = _block_axes(stored, options.blocks)
     bits = bits.reshape(split)
-    magnitude = bits & float_bits.MAGNITUDE
-    if options.nonfinite == "saturate":
-        xp = float_bits.library(bits)
-        magnitude = xp.where(magnitude == float_bits.INFINITY, _LARGEST, magnitude)
+    magnitude = blocks.magnitudes(bits, options.nonfinite)
     amax = magnitude.max(axis=axes, keepdims=True, initial=_ZERO)
     if _is_nvfp4(dtype):
-        codes, scales, outer = _nvfp4(bits, magnitude, amax, tensor_scale)
-        levels: tuple[Array, ...] = (
-            scales.reshape(scale_shape).view(DType.E4M3.numpy_dtype),
-            outer.view(np.float32).reshape((1,) * len(stored)),
-        )
+        if tensor_scale is None:
+            tensor = blocks.tensor_scale(amax.max(initial=_ZERO).reshape(1))
+        else:
+            tensor = tensor_scale.view(np.uint32)
+        codes, scales = blocks.encode_nvfp4(bits, magnitude, amax, tensor)
+        levels: tuple[Array, ...] = (scales, tensor.view(np.float32))
     else:
-        codes, scales = _mx(bits, magnitude, amax, key, options)
-        levels = (scales.reshape(scale_shape).view(DType.E8M0.numpy_dtype),)
-    blocks = _trimmed(options.blocks)
-    padding = _trimmed_padding(tuple(full - extent for full, extent in zip(stored, x.shape, strict=True)))
+        codes, scales = blocks.encode_mx(
+            bits, magnitude, amax, dtype.element, options.scale_rule, options.rounding, key
+        )
+        levels = (scales,)
+    return _assembled(codes, levels, scale_shape, x.shape, options, stored)
+
+
+def _assembled(
+    elements: Array,
+    levels: tuple[Array, ...],
+    scale_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    options: _Options,
+    stored: tuple[int, ...],
+) -> BlockScaledArray:
+    """The planes as an array; elements may be packed already."""
+    dtype = options.dtype
+    inner = levels[0].reshape(scale_shape).view(dtype.levels[0].scale.numpy_dtype)
+    outer = (level.reshape((1,) * len(stored)) for level in levels[1:])
+    trimmed = _trimmed(options.blocks)
+    padding = _trimmed_padding(tuple(full - extent for full, extent in zip(stored, shape, strict=True)))
     whole = dtype.levels[0].is_whole()
     fits = (
         all(block is Whole for block in options.blocks)
@@ -362,8 +380,10 @@ def _quantize(
         else Whole not in options.blocks
         and math.prod(b for b in options.blocks if isinstance(b, int)) == dtype.levels[0].block
     )
+    if not isinstance(elements, NarrowArray):
+        elements = elements.reshape(stored)
     return build(
-        levels, codes.reshape(stored), dtype if fits else None, np.dtype(np.float32), blocks, dtype, padding
+        (inner, *outer), elements, dtype if fits else None, np.dtype(np.float32), trimmed, dtype, padding
     )
 
 
@@ -376,6 +396,52 @@ def _quantize_jitted(
     stored: tuple[int, ...],
 ) -> BlockScaledArray:
     return _quantize(x, tensor_scale, key, options, stored)
+
+
+def _suits_kernels(options: _Options, stored: tuple[int, ...]) -> bool:
+    """Whether blocks lie along one axis and elements round as the kernels do."""
+    axes = [axis for axis, block in enumerate(options.blocks) if block != 1]
+    if len(axes) != 1 or options.rounding != "nearest_even":
+        return False
+    extent = options.blocks[axes[0]]
+    block = stored[axes[0]] if isinstance(extent, WholeExtent) else extent
+    return block > 0 and block % blocks.UNIT == 0
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _quantize_by_kernels(
+    x: jax.Array, tensor_scale: jax.Array | None, options: _Options, stored: tuple[int, ...]
+) -> BlockScaledArray:
+    dtype = options.dtype
+    axis = len(stored) + _packed_axis(options.blocks)
+    split, _, scale_shape = _block_axes(stored, options.blocks)
+    batch, inner = split[: axis + 1], math.prod(split[axis + 2 :])
+    bits = _padded(float32.to_bits(x), stored)
+    outer: tuple[jax.Array, ...] = ()
+    if _is_nvfp4(dtype):
+        if tensor_scale is None:
+            largest = blocks.largest_magnitude(bits, options.nonfinite)
+            tensor_scale = blocks.tensor_scale(largest).view(jnp.float32)
+        outer = (tensor_scale.reshape((1,) * len(batch)),)
+    element = dtype.element
+    packs = options.packed and element.bits < 8
+    codes, scales = blocks.encode(
+        bits.view(jnp.float32).reshape((*batch, split[axis + 1], *((inner,) if inner != 1 else ()))),
+        *outer,
+        element=element,
+        scale=dtype.levels[0].scale,
+        packed=packs,
+        across=inner != 1,
+        scale_rule=options.scale_rule,
+        nonfinite=options.nonfinite,
+        code_dtype=np.uint8 if packs or not options.packed else element.numpy_dtype,
+    )
+    elements: Any = codes
+    if packs:
+        packed = list(stored)
+        packed[axis] = stored[axis] * element.bits // 8
+        elements = NarrowArray(codes.reshape(packed), element, axis - len(stored))
+    return _assembled(elements, (scales, *outer), scale_shape, x.shape, options, stored)
 
 
 def _trimmed(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
@@ -392,7 +458,7 @@ def _padded(bits: Array, stored: tuple[int, ...]) -> Array:
     widths = [(0, full - extent) for full, extent in zip(stored, bits.shape, strict=True)]
     if not any(extra for _, extra in widths):
         return bits
-    return float_bits.library(bits).pad(bits, widths)
+    return float32.library(bits).pad(bits, widths)
 
 
 def _block_axes(
@@ -421,142 +487,3 @@ def _elements(codes: Array, options: _Options) -> Any:
     if element.bits < 8:
         return NarrowArray.from_codes(codes, element, _packed_axis(options.blocks))
     return codes.view(element.numpy_dtype)
-
-
-# One level of E8M0 scales
-
-# The significand of the largest element as float32 fraction bits, its exponent, and its significand bits.
-_MAX_SIGNIFICAND: dict[SimpleDType, tuple[int, int, int]] = {
-    **{
-        dtype: (
-            int(np.float32(dtype.max_normal).view(np.uint32)) & 0x7FFFFF,
-            math.frexp(dtype.max_normal)[1] - 1,
-            dtype.significand_bits,
-        )
-        for dtype in (DType.E4M3, DType.E5M2, DType.E3M2, DType.E2M3, DType.E2M1)
-    },
-    DType.Int8: (int(np.float32(127 / 64).view(np.uint32)) & 0x7FFFFF, 0, 6),
-}
-
-
-def scale_bytes(amax: Array, element: SimpleDType, scale_rule: ScaleRule) -> Array:
-    """The E8M0 code for blocks of a largest magnitude, uint32 bits [...] of finite float32 values, as int32."""
-    fraction_of_max, exponent_of_max, significand_bits = _MAX_SIGNIFICAND[element]
-    xp = float_bits.library(amax)
-    exponent, significand = float_bits.normalized(amax)
-    least_fraction_up = {
-        "floor": 1 << 23,
-        "ceil": 1,
-        "rceil": fraction_of_max + 1,
-        "even": (1 << 23) - (1 << (22 - significand_bits)),
-    }[scale_rule]
-    up = (significand >= np.uint32((1 << 23) + least_fraction_up)).astype(np.int32)
-    return xp.clip(exponent + up + np.int32(127 - exponent_of_max), np.int32(0), np.int32(254))
-
-
-def _mx(
-    bits: Array, magnitude: Array, amax: Array, key: jax.Array | None, options: _Options
-) -> tuple[Array, Array]:
-    """Codes and scales, uint8."""
-    xp = float_bits.library(bits)
-    element = options.dtype.element
-    poisoned = amax >= float_bits.INFINITY
-    byte = scale_bytes(amax, element, options.scale_rule)
-    exponent, significand = float_bits.normalized(magnitude)
-    # INT8 counts in units of 2**-6.
-    unit = np.int32(127 + 6 if element is DType.Int8 else 127)
-    # Far below the smallest element a value only has to stay nonzero, and where it lies between zero and that
-    # one matters only to a probability under 2**-100. Zero itself has an exponent below all others.
-    field = exponent - byte + np.int32(127) + unit
-    field = xp.clip(field, np.int32(1), np.int32(254)).astype(np.uint32)
-    quotient = (field << np.uint32(23)) | (significand & np.uint32(0x7FFFFF))
-    quotient = xp.where(poisoned | (magnitude == _ZERO), _ZERO, quotient) | (bits & float_bits.SIGN)
-    codes = casts.encode(
-        quotient.view(np.float32), element, rounding=options.rounding, overflow="saturate", key=key
-    )
-    if element is DType.Int8:
-        codes = xp.where(codes == np.uint8(0x80), np.uint8(0x81), codes)
-    codes = xp.where(poisoned, np.uint8(0), codes)
-    return codes, xp.where(poisoned, np.int32(255), byte).astype(np.uint8)
-
-
-# NVFP4
-
-_MIDPOINTS = ((4, -4), (6, -3), (5, -2), (7, -2), (5, -1), (7, -1), (5, 0))
-"""Between consecutive E2M1 magnitudes, 0.25 to 5: significands of 4 to 7, and exponents."""
-
-
-def _thresholds(significand: Array, exponent: Array, bits: Array, up_at_tie: Array) -> Array:
-    """The bits of the least float32 that lies above ``significand * 2**exponent * value(bits)``, or on it where
-    ``up_at_tie``.
-
-    ``significand`` is uint32 of 64 to 127, so that the product has 31 bits.
-    """
-    xp = float_bits.library(bits)
-    power, other = float_bits.normalized(bits)
-    product = significand * other
-    two_or_more = product >= np.uint32(1 << 30)
-    product = xp.where(two_or_more, product, product << np.uint32(1))
-    # The leading bit is bit 30 now, and stands for 2**exponent.
-    exponent = exponent + power + np.int32(6) + two_or_more.astype(np.int32)
-    shift = xp.clip(np.int32(-126) - exponent, np.int32(0), np.int32(24)).astype(np.uint32) + np.uint32(7)
-    tiny = exponent < np.int32(-149)
-    kept = xp.where(tiny, _ZERO, product >> shift)
-    exact = ~tiny & (kept << shift == product)
-    field = xp.clip(exponent + np.int32(126), np.int32(0), np.int32(254)).astype(np.uint32)
-    below = xp.minimum((field << np.uint32(23)) + kept, float_bits.INFINITY)
-    return below + (~(exact & up_at_tie)).astype(np.uint32)
-
-
-def _scale_midpoints() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Six times the midpoints of consecutive E4M3 magnitudes, as significands of 64 to 127 and exponents."""
-    codes = np.arange(126)
-    significand = np.where(codes < 8, codes, 8 + codes % 8)
-    # (significand + 1/2) * 2**unit * 6
-    unit = np.maximum(codes // 8, 1) - 10
-    significand, exponent = 3 * (2 * significand + 1), unit
-    up = 6 - np.floor(np.log2(significand)).astype(int)
-    return (significand << up).astype(np.uint32), (exponent - up).astype(np.int32)
-
-
-def _nvfp4(
-    bits: Array, magnitude: Array, amax: Array, tensor_scale: Array | None
-) -> tuple[Array, Array, Array]:
-    """Codes and block scales, uint8, and the bits of the tensor scale, uint32 [1]."""
-    xp = float_bits.library(bits)
-    if tensor_scale is None:
-        tensor = _tensor_scale(amax.max(initial=_ZERO).reshape(1))
-    else:
-        tensor = tensor_scale.view(np.uint32)
-    poisoned = amax >= float_bits.INFINITY
-    odd_below = np.arange(126) % 2 == 1
-    scales = xp.searchsorted(_thresholds(*_scale_midpoints(), tensor, odd_below), amax, side="right")
-    scales = scales.astype(np.uint8)
-    power, full = float_bits.normalized(casts.decode(scales, DType.E4M3).view(np.uint32))
-    codes = xp.zeros_like(magnitude)
-    unit = tensor.reshape((1,) * bits.ndim)
-    for i, (midpoint, exponent) in enumerate(_MIDPOINTS):
-        # Four significand bits of the scale by three of the midpoint.
-        product = (full >> np.uint32(20)) * np.uint32(midpoint)
-        large = product >= np.uint32(64)
-        product = xp.where(large, product, product << np.uint32(1))
-        place = power + np.int32(exponent - 3) - (~large).astype(np.int32)
-        threshold = _thresholds(product, place, unit, np.bool_(i % 2 == 1))
-        codes = codes + (magnitude >= threshold).astype(np.uint32)
-    codes = xp.where(poisoned | (scales == np.uint8(0)), _ZERO, codes)
-    sign = xp.where(poisoned, _ZERO, (bits & float_bits.SIGN) >> np.uint32(28))
-    return (codes | sign).astype(np.uint8), xp.where(poisoned, np.uint8(0x7F), scales), tensor
-
-
-def _tensor_scale(amax: Array) -> Array:
-    """max(R32(amax / 2688), 2**-149), or 1."""
-    xp = float_bits.library(amax)
-    largest = np.float32(2688).view(np.uint32)
-    if xp is np:
-        with np.errstate(all="ignore"):
-            quotient = (amax.view(np.float32) / largest.view(np.float32)).view(np.uint32)
-    else:
-        quotient = float32.divide(amax, jnp.full(amax.shape, largest, jnp.uint32))
-    one = np.float32(1).view(np.uint32)
-    unusable = (amax == _ZERO) | (amax >= float_bits.INFINITY)
-    return xp.where(unusable, one, xp.maximum(quotient, np.uint32(1)))

@@ -27,7 +27,12 @@ __all__ = [
 ]
 
 #: Names of the FFI targets, for ``jax.export``'s ``DisabledSafetyCheck.custom_call``.
-FFI_TARGETS = ("jaxquant_quantize_v1", "jaxquant_quantized_dot_v1")
+FFI_TARGETS = (
+    "jaxquant_quantize_v1",
+    "jaxquant_quantized_dot_v1",
+    "jaxquant_decode_blocks_v1",
+    "jaxquant_encode_blocks_v1",
+)
 
 _CUDA_TARGETS = FFI_TARGETS[:2]
 
