@@ -180,23 +180,23 @@ SAFETENSORS: dict[str, Hostile] = {
 }
 
 
-def good_gguf() -> bytes:
-    """Metadata of every type and tensors of several, about 200 kB."""
+def good_gguf(rows: int = 300) -> bytes:
+    """Metadata of every type and tensors of several, about 600 bytes a row."""
     rng = np.random.default_rng(5)
     keys = [key(b"general.architecture", _STRING, text(b"test"))]
     sizes = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
     for kind, size in sizes.items():
         keys.append(key(b"scalar.%d" % kind, kind, b"\1" + bytes(size - 1)))
         keys.append(key(b"array.%d" % kind, _ARRAY, U32(kind), U64(3), (b"\1" + bytes(size - 1)) * 3))
-    keys.append(key(b"words", _ARRAY, U32(_STRING), U64(500), *(text(b"word%d" % i) for i in range(500))))
+    keys.append(key(b"words", _ARRAY, U32(_STRING), U64(rows), *(text(b"word%d" % i) for i in range(rows))))
     keys.append(key(b"nested", _ARRAY, U32(_ARRAY), U64(2), *(U32(_UINT8) + U64(2) + b"ab",) * 2))
     tensors, data = [], b""
     for name, shape, type_, content in (
-        (b"q4_k", (512, 300), _Q4_K, rng.integers(0, 256, 600 * 144, np.uint8).tobytes()),
+        (b"q4_k", (512, rows), _Q4_K, rng.integers(0, 256, 2 * rows * 144, np.uint8).tobytes()),
         (b"f32", (33, 7), _F32, rng.standard_normal(231).astype("<f4").tobytes()),
         (b"f16", (1000,), 1, rng.standard_normal(1000).astype("<f2").tobytes()),
         (b"empty", (256, 0), _Q4_K, b""),
-        (b"q8_k", (256, 300), 15, rng.integers(0, 256, 300 * 292, np.uint8).tobytes()),
+        (b"q8_k", (256, rows), 15, rng.integers(0, 256, rows * 292, np.uint8).tobytes()),
     ):
         tensors.append(tensor(name, shape, len(data), type_))
         data += content + bytes(-len(content) % 32)

@@ -128,5 +128,5 @@ def test_what_is_read_is_right(tmp_path):
             file.records("q4_k").reshape(-1), rng.integers(0, 256, 600 * 144, np.uint8)
         )
         np.testing.assert_array_equal(file.array("f32").reshape(-1), rng.standard_normal(231).astype("f4"))
-        assert file.metadata["words"][499] == "word499"
+        assert file.metadata["words"][299] == "word299"
         assert file.metadata["nested"][1].tolist() == [97, 98]
