@@ -269,3 +269,30 @@ def test_products_of_quantize_are_not_fused(compiled):
             rounded = [i for i in code if i.startswith(("F2I", "FRND"))]
             assert len(multiplied) >= 8, name
             assert len(rounded) == 8, name
+
+
+# The check on a GPU
+
+
+def check(*arguments):
+    script = PROJECT / "tests" / "cuda" / "check.py"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, env=environment
+    )
+
+
+def test_check_says_that_there_is_no_gpu():
+    done = check()
+    assert done.returncode == 77
+    assert "no NVIDIA GPU here" in done.stdout
+    assert "nothing was checked" in done.stdout
+
+
+def test_check_runs_dry():
+    done = check("--dry-run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WRONG" not in done.stdout
+    table = done.stdout.partition("a dry run")[2]
+    assert re.findall(r"^  (GEMM N=\d+) +\d", table, re.MULTILINE) == [f"GEMM N={n}" for n in (1, 8, 64)]
+    assert "GEMV 40x768" in table
