@@ -9,9 +9,10 @@ MODEL := .models/gemma3-270m-q4_k_m.gguf
 # An editable install knows the modules it was made with: a new file, like new C++, calls for another.
 SOURCES := $(shell find jaxquant -name '*.py' | sort | cksum | cut -d' ' -f1)
 NATIVE := $(wildcard ffi/*.h ffi/CMakeLists.txt ffi/cpu/*)
+CPP := $(wildcard ffi/*.h ffi/cpu/*.h ffi/cpu/*.cpp ffi/cuda/*.h ffi/cuda/*.cpp ffi/cuda/*.cu tests/cuda/*.h tests/cuda/*.cpp)
 install = $(VENV)/.$(1)-$(SOURCES)
 
-.PHONY: demo test test-arrays test-model test-exhaustive test-matrix avx512 lint format bench selftest info wheel clean help
+.PHONY: cuda-wheel cuda-check demo test test-arrays test-model test-exhaustive test-matrix avx512 lint format bench selftest info wheel clean help
 
 help:
 	@echo "make demo             a real GGUF model's Q4_K weights through quantize and quantized_dot"
@@ -21,6 +22,8 @@ help:
 	@echo "make test-model       the tests on the real model"
 	@echo "make test-matrix      the suite on Python 3.11 with jax 0.10.2 and on 3.13 with the newest jax"
 	@echo "make avx512           the AVX-512 kernels bit for bit, under an emulator where the CPU has none"
+	@echo "make cuda-wheel       the CUDA kernels as the distribution jaxquant-cuda13 (needs nvcc)"
+	@echo "make cuda-check       the CUDA kernels' bits and speed, where PYTHON has JAX for an NVIDIA GPU"
 	@echo "make lint             ruff, mypy, pyright, clang-format"
 	@echo "make bench            speed beside ggml and XLA, in one run"
 	@echo "make selftest         the bits on this machine, in seconds"
@@ -61,6 +64,13 @@ wheel: $(BIN)/python
 	rm -rf dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
+cuda-wheel: $(BIN)/python
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ffi/cuda
+
+# With the interpreter as it is, since a machine with a GPU may have no network.
+cuda-check:
+	$(PYTHON) tests/cuda/check.py
+
 avx512: $(call install,test)
 	$(BIN)/python tests/emulate/check_kernels.py --isa avx512 --records 100000
 
@@ -69,12 +79,12 @@ lint: $(call install,lint)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run --Werror $(wildcard ffi/*.h ffi/cpu/*.h ffi/cpu/*.cpp)
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 format: $(call install,lint)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(wildcard ffi/*.h ffi/cpu/*.h ffi/cpu/*.cpp)
+	$(BIN)/clang-format -i $(CPP)
 
 bench: $(call install,bench)
 	$(BIN)/python benchmarks/records.py
