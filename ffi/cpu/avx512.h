@@ -25,6 +25,11 @@ struct Avx512 {
   JAXQUANT_INLINE Int madd(Int a, Int b) { return _mm512_madd_epi16(a, b); }
   JAXQUANT_INLINE Int add16(Int a, Int b) { return _mm512_add_epi16(a, b); }
   JAXQUANT_INLINE Int add32(Int a, Int b) { return _mm512_add_epi32(a, b); }
+  // A running sum of products along a sub-block, eight times four elements: int16 holds 8 * 2 * 15 * 128.
+  JAXQUANT_INLINE Int products(Int u8, Int s8) { return maddubs(u8, s8); }
+  JAXQUANT_INLINE Int add_products(Int sum, Int u8, Int s8) { return add16(sum, maddubs(u8, s8)); }
+  // Such a sum times a scale, which comes twice as int16, as int32.
+  JAXQUANT_INLINE Int scaled_sum(Int sum, Int sc) { return madd(sum, sc); }
   // Keeps a running sum in its register and its order: GCC would reassociate the chain and spill it.
   JAXQUANT_INLINE void pin(Int& a) { asm volatile("" : "+v"(a)); }
 

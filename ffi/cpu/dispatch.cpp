@@ -4,16 +4,41 @@
 
 #include "kernels.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 namespace jaxquant {
 namespace {
 
+#if defined(__x86_64__)
+// Compilers learnt the name of this one late.
+bool has_avx_vnni() {
+  unsigned a = 0;
+  unsigned b = 0;
+  unsigned c = 0;
+  unsigned d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1) != 0;
+}
+#endif
+
 bool supported(const Kernels& candidate) {
 #if defined(__x86_64__)
+  if (&candidate == &kAvx512Vnni) return __builtin_cpu_supports("avx512vnni") && supported(kAvx512);
+  if (&candidate == &kAvxVnni) return has_avx_vnni() && supported(kAvx2);
   if (&candidate == &kAvx512) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && supported(kAvx2);
   }
   if (&candidate == &kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+#elif defined(__aarch64__) && defined(__linux__)
+  constexpr unsigned long kDotprod = 1ul << 20;  // of HWCAP
+  constexpr unsigned long kI8mm = 1ul << 13;     // of HWCAP2
+  const bool dotprod = (getauxval(AT_HWCAP) & kDotprod) != 0;
+  if (&candidate == &kNeonDotprod) return dotprod;
+  if (&candidate == &kNeonI8mm) return dotprod && (getauxval(AT_HWCAP2) & kI8mm) != 0;
 #endif
   return &candidate == &kPortable;
 }
@@ -21,7 +46,9 @@ bool supported(const Kernels& candidate) {
 // The best first.
 constexpr const Kernels* kAll[] = {
 #if defined(__x86_64__)
-    &kAvx512, &kAvx2,
+    &kAvx512Vnni, &kAvx512, &kAvxVnni, &kAvx2,
+#elif defined(__aarch64__)
+    &kNeonI8mm, &kNeonDotprod,
 #endif
     &kPortable};
 

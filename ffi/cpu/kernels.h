@@ -76,9 +76,15 @@ struct Kernels {
 extern const Kernels kPortable;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
+extern const Kernels kAvxVnni;
 extern const Kernels kAvx512;
+extern const Kernels kAvx512Vnni;
 void avx2_decode_blocks(const DecodeBlocks& problem, int64_t begin, int64_t end);
 void avx2_encode_blocks(const EncodeBlocks& problem, int64_t begin, int64_t end);
+#endif
+#if defined(__aarch64__)
+extern const Kernels kNeonDotprod;
+extern const Kernels kNeonI8mm;
 #endif
 
 // The table in use.

@@ -252,7 +252,6 @@ __attribute__((noinline)) void tile(const PanelRecord<V>* panel, int records, co
     typename V::Int s[kColumns][2];
     for (int b = 0; b < kSubBlocks; ++b) {
       for (const uint8_t* end = ahead + fetch; ahead < end; ahead += 64) prefetch(ahead);
-      // Eight products of at most 2 * 15 * 128 stay within int16.
       typename V::Int sum[kColumns][2];
 #pragma GCC unroll 8
       for (int j = 0; j < 8; ++j) {
@@ -262,11 +261,11 @@ __attribute__((noinline)) void tile(const PanelRecord<V>* panel, int records, co
         for (int c = 0; c < kColumns; ++c) {
           const typename V::Int activation = V::broadcast(column[c] + q8k::kQ + kSubBlock * b + 4 * j);
           if (j == 0) {
-            sum[c][0] = V::maddubs(w0, activation);
-            sum[c][1] = V::maddubs(w1, activation);
+            sum[c][0] = V::products(w0, activation);
+            sum[c][1] = V::products(w1, activation);
           } else {
-            sum[c][0] = V::add16(sum[c][0], V::maddubs(w0, activation));
-            sum[c][1] = V::add16(sum[c][1], V::maddubs(w1, activation));
+            sum[c][0] = V::add_products(sum[c][0], w0, activation);
+            sum[c][1] = V::add_products(sum[c][1], w1, activation);
           }
           V::pin(sum[c][0]);
           V::pin(sum[c][1]);
@@ -276,8 +275,8 @@ __attribute__((noinline)) void tile(const PanelRecord<V>* panel, int records, co
       const typename V::Int sc1 = V::load(record.sc[b] + V::kLanes);
 #pragma GCC unroll 8
       for (int c = 0; c < kColumns; ++c) {
-        const typename V::Int s0 = V::madd(sum[c][0], sc0);
-        const typename V::Int s1 = V::madd(sum[c][1], sc1);
+        const typename V::Int s0 = V::scaled_sum(sum[c][0], sc0);
+        const typename V::Int s1 = V::scaled_sum(sum[c][1], sc1);
         s[c][0] = b == 0 ? s0 : V::add32(s[c][0], s0);
         s[c][1] = b == 0 ? s1 : V::add32(s[c][1], s1);
       }

@@ -342,6 +342,8 @@ int check(const char* isa, const char* path) {
   const std::vector<Case> cases = read_cases(path);
 #if defined(__x86_64__)
   _mm_setcsr(_mm_getcsr() | 0x8040);  // flush to zero both ways, as XLA's threads do
+#elif defined(__aarch64__)
+  asm volatile("msr fpcr, %0" : : "r"(uint64_t{1} << 24));
 #endif
   const FloatEnvironment environment;
   const Checker checker(kernels(), cases);

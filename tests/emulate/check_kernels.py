@@ -2,11 +2,13 @@
 """Hold the native CPU kernels of one or more instruction sets to the exact reference, bit for bit.
 
     python3 tests/emulate/check_kernels.py --isa portable avx2
-    python3 tests/emulate/check_kernels.py --isa avx512 --records 100000
+    python3 tests/emulate/check_kernels.py --isa avx512 avx512_vnni --records 100000
+    python3 tests/emulate/check_kernels.py --isa neon_dotprod neon_i8mm
 
 Compiles the kernels of ffi/cpu with the options of ffi/CMakeLists.txt around check_kernels.cpp, makes
-cases with tests/exact.py and runs them: on this CPU where it has the instruction set, else under
-run_avx512.py. Needs NumPy and g++ (or what CXX names), nothing of JAX.
+cases with tests/exact.py and runs them: on this CPU where it has the instruction set, else AVX-512 under
+run_avx512.py and NEON, cross-compiled, under QEMU. Needs NumPy and g++ (or what CXX names), nothing of JAX;
+for NEON elsewhere than on ARM Debian's g++-aarch64-linux-gnu and qemu-user. No emulator at hand has AVX-VNNI.
 
 Exit status: 0 all equal, 1 not, 77 when something needed is missing.
 """
@@ -159,16 +161,26 @@ def _ordinary_columns(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
     return x
 
 
-class Program:
-    """check_kernels.cpp with the kernels, and how it runs."""
+X86 = ("avx512_vnni", "avx512", "avx_vnni", "avx2")
+ARM = ("neon_i8mm", "neon_dotprod")
+ON_ARM = platform.machine() in ("aarch64", "arm64")
+ON_X86 = platform.machine() in ("x86_64", "AMD64")
+CROSS_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "max")
 
-    def __init__(self, directory: Path, cpu: str, limit: float) -> None:
+
+class Program:
+    """check_kernels.cpp with the kernels of one architecture, and how it runs."""
+
+    def __init__(self, directory: Path, cpu: str, limit: float, *, arm: bool) -> None:
         self.directory = directory
-        self.emulator = [sys.executable, HERE / "run_avx512.py", "--verbose", "--cpu", cpu]
+        self.arm = arm
+        self.cross = arm and not ON_ARM
+        self.emulator: list[str | Path] = [sys.executable, HERE / "run_avx512.py", "--verbose", "--cpu", cpu]
         self.emulator += ["--limit", f"{limit:g}", "--memory", "512"]
-        self.compiler = [os.environ.get("CXX", "g++"), "-I", FFI]
+        compiler = CROSS_COMPILER if self.cross else os.environ.get("CXX", "g++")
+        self.compiler = [compiler, "-I", FFI]
         self.objects = self._compile()
-        self.native = self._link("native")
+        self.native = self._link("native", *(("-static",) if self.cross else ()))
         self.static: Path | None = None
 
     def _compile(self) -> list[Path]:
@@ -182,8 +194,8 @@ class Program:
         ]
         # This one must start on any CPU, to say that it lacks something.
         sources = {HERE / "check_kernels.cpp": [standard, "-O2", "-Wall", "-Wextra", "-Werror"]}
-        for isa in ("avx512", "avx2") if platform.machine() in ("x86_64", "AMD64") else ():
-            properties = rf'cpu/{isa}\.cpp PROPERTIES\s+COMPILE_OPTIONS\s+"(.*?)"'
+        for isa in ARM if self.arm else X86 if ON_X86 else ():
+            properties = rf'cpu/{isa}\.cpp\s+PROPERTIES\s+COMPILE_OPTIONS\s+"(.*?)"'
             sources[FFI / "cpu" / f"{isa}.cpp"] = options + _setting(cmake, properties).split(";")
         sources |= {FFI / "cpu" / "dispatch.cpp": options, FFI / "cpu" / "portable.cpp": options}
 
@@ -202,9 +214,12 @@ class Program:
 
     def run(self, isa: str, cases: Path) -> tuple[str, subprocess.CompletedProcess[str]]:
         """Where it ran, and what came of it."""
+        if self.cross:
+            done = subprocess.run([*ARM_EMULATOR, self.native, isa, cases], stdout=subprocess.PIPE, text=True)
+            return "an emulated one", done
         if self.static is None:
             done = subprocess.run([self.native, isa, cases], stdout=subprocess.PIPE, text=True)
-            if done.returncode != MISSING:
+            if done.returncode != MISSING or isa not in ("avx512", "avx512_vnni"):
                 return "this CPU", done
             self.static = self._link("static", "-static")
         command = [*self.emulator, "--file", cases, self.static, isa, f"/{cases.name}"]
@@ -274,7 +289,7 @@ def check(program: Program, isa: str, records: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--isa", nargs="+", choices=("portable", "avx2", "avx512"), required=True)
+    parser.add_argument("--isa", nargs="+", choices=("portable", *X86, *ARM), required=True)
     parser.add_argument(
         "--records",
         type=int,
@@ -289,8 +304,26 @@ def main() -> int:
         print("check_kernels: no C++ compiler", file=sys.stderr)
         return MISSING
     with tempfile.TemporaryDirectory(prefix="kernels-") as directory:
-        program = Program(Path(directory), options.cpu, options.limit)
-        results = {check(program, isa, options.records) for isa in options.isa}
+        programs: dict[bool, Program] = {}
+        results = set()
+        for isa in options.isa:
+            arm = isa in ARM or ON_ARM
+            if (
+                arm
+                and not ON_ARM
+                and (missing := [t for t in (CROSS_COMPILER, ARM_EMULATOR[0]) if not shutil.which(t)])
+            ):
+                print(
+                    f"check_kernels: {isa} not checked, there is no {' and no '.join(missing)}",
+                    file=sys.stderr,
+                )
+                results.add(MISSING)
+                continue
+            if arm not in programs:
+                folder = Path(directory) / ("arm" if arm else "x86")
+                folder.mkdir()
+                programs[arm] = Program(folder, options.cpu, options.limit, arm=arm)
+            results.add(check(programs[arm], isa, options.records))
         return 1 if 1 in results else max(results)
 
 
