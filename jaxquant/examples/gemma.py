@@ -491,13 +491,19 @@ def _varint(value: int) -> bytes:
 
 
 def stream(
-    model: Model, tokenizer: Tokenizer, prompt: str, count: int, show: Callable[[str], object]
+    model: Model,
+    tokenizer: Tokenizer,
+    prompt: str,
+    count: int,
+    show: Callable[[str], object],
+    tick: Callable[[], object] = lambda: None,
 ) -> list[int]:
-    """Continue ``prompt`` and hand every new piece of text to ``show``; the new ids."""
+    """Continue ``prompt`` and hand every new piece of text to ``show``; ``tick`` at every id. The new ids."""
     ids = tokenizer.encode(prompt)
     new: list[int] = []
     shown = tokenizer.decode(ids)
     for token in generate(model, ids, count, tokenizer.end):
+        tick()
         new.append(token)
         text = tokenizer.decode([*ids, *new])
         if not text.endswith("\ufffd"):  # the rest of the character is still to come
