@@ -3,7 +3,7 @@
 
     python tests/fuzz/run.py 600     (make fuzz)
 
-The native part is driven by libFuzzer under the address and undefined-behaviour sanitizers where clang++ is to
+The native part is driven by libFuzzer under the address and undefined-behaviour sanitizers where clang++ (19; 14 does not know f16c) is to
 be had, else by its own mutator under g++'s. What libFuzzer learns beyond tests/fuzz/corpus goes to build/fuzz.
 """
 
@@ -20,7 +20,7 @@ ROOT = HERE.parent.parent
 
 
 def native(seconds: str, build: Path) -> int:
-    clang = shutil.which("clang++") or shutil.which("clang++-14")
+    clang = shutil.which("clang++-19") or shutil.which("clang++")
     configure = ["cmake", "-S", HERE.parent / "native", "-B", build, f"-DPython_EXECUTABLE={sys.executable}"]
     configure += ["-DCMAKE_BUILD_TYPE=None"]
     if clang:
