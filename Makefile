@@ -12,7 +12,7 @@ NATIVE := $(wildcard ffi/*.h ffi/CMakeLists.txt ffi/cpu/*)
 CPP := $(wildcard ffi/*.h ffi/cpu/*.h ffi/cpu/*.cpp ffi/cuda/*.h ffi/cuda/*.cpp ffi/cuda/*.cu tests/cuda/*.h tests/cuda/*.cpp)
 install = $(VENV)/.$(1)-$(SOURCES)
 
-.PHONY: cuda-wheel cuda-check demo test test-arrays test-model test-exhaustive test-matrix avx512 lint format bench selftest info wheel clean help
+.PHONY: asan ubsan tsan fuzz stress mutate reproducible cuda-wheel cuda-check demo test test-arrays test-model test-exhaustive test-matrix avx512 lint format bench selftest info wheel clean help
 
 help:
 	@echo "make demo             a real GGUF model's Q4_K weights through quantize and quantized_dot"
@@ -25,6 +25,11 @@ help:
 	@echo "make cuda-wheel       the CUDA kernels as the distribution jaxquant-cuda13 (needs nvcc)"
 	@echo "make cuda-check       the CUDA kernels' bits and speed, where PYTHON has JAX for an NVIDIA GPU"
 	@echo "make lint             ruff, mypy, pyright, clang-format"
+	@echo "make asan ubsan tsan  the kernels under a sanitizer (need cmake)"
+	@echo "make fuzz             ten minutes each of mutated files and of arbitrary bytes in the kernels"
+	@echo "make stress           eight threads for a minute, and every pool"
+	@echo "make mutate           small mistakes made one at a time: does the suite notice?"
+	@echo "make reproducible     two builds of the wheel, the same bytes"
 	@echo "make bench            speed beside ggml and XLA, in one run"
 	@echo "make selftest         the bits on this machine, in seconds"
 
@@ -73,6 +78,28 @@ cuda-check:
 
 avx512: $(call install,test)
 	$(BIN)/python tests/emulate/check_kernels.py --isa avx512 --records 100000
+
+asan: $(call install,test)
+	$(BIN)/python tests/native/sanitize.py address
+
+ubsan: $(call install,test)
+	$(BIN)/python tests/native/sanitize.py undefined
+
+tsan: $(call install,test)
+	$(BIN)/python tests/native/sanitize.py thread
+
+fuzz: $(call install,test)
+	$(BIN)/python tests/fuzz/run.py 600
+
+stress: $(call install,test)
+	cd tests && JAXQUANT_STRESS_SECONDS=60 ../$(BIN)/pytest test_threads.py -s
+
+mutate: $(call install,test)
+	$(BIN)/python tests/mutate/run.py
+
+# The newest commit's time stands in the archive, so that only the sources make a difference.
+reproducible: $(BIN)/python
+	tests/reproducible.sh $(abspath $(BIN)/python)
 
 lint: $(call install,lint)
 	$(BIN)/ruff check .
