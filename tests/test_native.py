@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
 import os
 import subprocess
 import sys
@@ -73,7 +74,10 @@ def test_unknown_backend():
 
 
 def test_native_backend_says_where_there_is_no_kernel():
-    with jq.use_backend("native"), pytest.raises(NotImplementedError, match="there is no kernel for this platform"):
+    with (
+        jq.use_backend("native"),
+        pytest.raises(NotImplementedError, match="there is no kernel for this platform"),
+    ):
         jax.jit(jq.quantize).trace(jnp.zeros((1, 256), jnp.float32)).lower(lowering_platforms=("tpu",))
 
 
@@ -196,3 +200,32 @@ def test_thread_count_does_not_change_bits(rng, tmp_path):
     assert run(script, NPROC="1").returncode == 0
     np.testing.assert_array_equal(np.load(tmp_path / "r.npy"), exact.quantize(x))
     np.testing.assert_array_equal(np.asarray(jq.quantize(x)), np.load(tmp_path / "r.npy"))
+
+
+PANEL_ROWS = {"avx2": 16, "avx_vnni": 16, "avx512": 32, "avx512_vnni": 32}
+
+
+@pytest.mark.parametrize("isa", [isa for isa in native.supported_isas() if isa in PANEL_ROWS])
+def test_one_activation_of_three_weights_is_quantized_once_and_each_panel_packed_once(rng, isa):
+    """Whatever the threads: rows are split between them at panels while there are panels enough."""
+    rows, columns, records = 320, 8, 6
+    weights = [exact.random_q4k(rng, (rows, records)) for _ in range(3)]
+    x = exact.blocks(rng, "gaussian", columns * records).reshape(columns, records, 256)
+
+    @jax.jit
+    def three(weights, x):
+        quantized = jax.vmap(jq.quantize)(x)
+        return [gemm(w, quantized) for w in weights]
+
+    hlo = three.lower(weights, x).compile().as_text()
+    quantize, dot = (hlo.count(f'custom_call_target="{target}"') for target in native.FFI_TARGETS[:2])
+    assert (quantize, dot) == (1, 3)
+    packed = native._load().handle.jaxquant_packed_panels
+    packed.restype = ctypes.c_int64
+    with native.use_isa(isa):
+        before = packed()
+        results = jax.block_until_ready(three(weights, x))
+        assert packed() - before == 3 * rows // PANEL_ROWS[isa]
+    quantized = exact.quantize(x.reshape(-1, 256)).reshape(columns, records, 292)
+    for w, got in zip(weights, results, strict=True):
+        assert exact.same_bits(np.asarray(got), exact.gemm(w, quantized).T)

@@ -66,6 +66,12 @@ std::atomic<const Kernels*>& current() {
 
 }  // namespace
 
+namespace {
+std::atomic<int64_t> packed_panels{0};
+}  // namespace
+
+void count_packed_panel() { packed_panels.fetch_add(1, std::memory_order_relaxed); }
+
 const Kernels& kernels() { return *current().load(std::memory_order_relaxed); }
 
 }  // namespace jaxquant
@@ -83,6 +89,9 @@ const char* jaxquant_supported_isa(int i) {
   }
   return nullptr;
 }
+
+// How many panels of weights, of all records of a few rows each, were packed since the library was loaded.
+int64_t jaxquant_packed_panels() { return jaxquant::packed_panels.load(std::memory_order_relaxed); }
 
 // Forces an instruction set from the next call on; 0 if done, 1 if there is none such here.
 int jaxquant_force_isa(const char* isa) {

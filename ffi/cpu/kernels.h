@@ -87,6 +87,9 @@ extern const Kernels kNeonDotprod;
 extern const Kernels kNeonI8mm;
 #endif
 
+// Counts weight panels that were packed, all threads together.
+void count_packed_panel();
+
 // The table in use.
 const Kernels& kernels();
 

@@ -341,6 +341,7 @@ void panel(const MatMul& p, int64_t row) {
   constexpr int kRows = PanelRecord<V>::kRows;
   constexpr int kColumns = V::kTileColumns;
   Scratch<V>& mine = scratch<V>();
+  count_packed_panel();
   const int rows = static_cast<int>(p.rows - row < kRows ? p.rows - row : kRows);
   const uint8_t* w = p.w + row * p.w_row;
   float* out = p.out + row * p.out_row;

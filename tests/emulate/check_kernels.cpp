@@ -21,6 +21,25 @@
 #include "cpu/kernels.h"
 #include "record.h"
 
+// The kernels' calls of these come here (check_kernels.py links them so).
+int64_t allocations = 0;
+extern "C" void* __real_malloc(size_t size);
+extern "C" void* __real_aligned_alloc(size_t alignment, size_t size);
+extern "C" void* __wrap_malloc(size_t size) {
+  ++allocations;
+  return __real_malloc(size);
+}
+extern "C" void* __wrap_aligned_alloc(size_t alignment, size_t size) {
+  ++allocations;
+  return __real_aligned_alloc(alignment, size);
+}
+void* operator new(size_t size) {
+  ++allocations;
+  return __real_malloc(size);
+}
+void operator delete(void* p) noexcept { free(p); }
+void operator delete(void* p, size_t) noexcept { free(p); }
+
 extern "C" const char* jaxquant_isa();
 extern "C" int jaxquant_force_isa(const char* isa);
 
@@ -127,7 +146,9 @@ class Checker {
 
   // Whether all was as expected.
   bool report() const {
-    bool good = !tallies_.empty();
+    // One thread's scratch memory, whatever the number and the sizes of the products.
+    bool good = !tallies_.empty() && allocations_ <= 1;
+    printf("%lld heap allocations of all kernels\n", static_cast<long long>(allocations_));
     for (const Tally& t : tallies_) {
       printf("%s: %lld cases, %lld records, %lld results, %lld of them NaN, %lld mismatches\n", t.label.c_str(),
              static_cast<long long>(t.cases), static_cast<long long>(t.records), static_cast<long long>(t.results),
@@ -171,19 +192,20 @@ class Checker {
 
   void touched(const Case& each, const char* how) { mismatch(each, how, -1, -1, 0, kUntouched); }
 
-  // In one call, up against the end; past the caches, on a cache line; then in calls of 1 to 9 blocks, at odd addresses.
+  // In one call, up against the end; past the caches, on a cache line; then in calls of 1 to 9 blocks, at odd
+  // addresses.
   void quantize(const Case& each) {
     const int64_t count = each.shape.records;
     const int64_t bytes = each.record_bytes();
     uint8_t* values = copy(each.data, each.value_bytes(), w_.at_end(each.value_bytes()));
     uint8_t* out = out_.at_end(bytes);
     out_.mark(out, bytes);
-    kernels_.quantize(values, out, count, false);
+    counted([&] { kernels_.quantize(values, out, count, false); });
     compare_records(each, "at once", out);
 
     out = out_.at_start();
     out_.mark(out, bytes);
-    kernels_.quantize(values, out, count, true);
+    counted([&] { kernels_.quantize(values, out, count, true); });
     compare_records(each, "past the caches", out);
 
     values = copy(each.data, each.value_bytes(), w_.at_start() + 1);
@@ -192,7 +214,7 @@ class Checker {
     int64_t step = 1;
     for (int64_t first = 0; first < count; first += step, step = step % 9 + 1) {
       step = std::min(step, count - first);
-      kernels_.quantize(values + first * kBlock * 4, out + first * q8k::kBytes, step, step % 2 == 0);
+      counted([&] { kernels_.quantize(values + first * kBlock * 4, out + first * q8k::kBytes, step, step % 2 == 0); });
     }
     compare_records(each, "in pieces", out);
   }
@@ -268,6 +290,13 @@ class Checker {
     multiply(each, "column by column", problem, out, bytes, 1);
   }
 
+  template <typename Call>
+  void counted(Call call) {
+    const int64_t before = allocations;
+    call();
+    allocations_ += allocations - before;
+  }
+
   void multiply(const Case& each, const char* how, MatMul problem, uint8_t* out, int64_t bytes, int64_t step = 0) {
     const Header& n = each.shape;
     if (step == 0) step = n.columns;
@@ -279,7 +308,7 @@ class Checker {
       MatMul part = problem;
       part.x += c * part.x_column;
       part.out = reinterpret_cast<float*>(out) + c * part.out_column;
-      kernels_.matmul(part);
+      counted([&] { kernels_.matmul(part); });
     }
 
     const uint8_t* expected = each.data + each.w_bytes() + each.x_bytes();
@@ -301,6 +330,7 @@ class Checker {
   Fenced out_;
   std::vector<Tally> tallies_;
   int64_t mismatches_ = 0;
+  int64_t allocations_ = 0;
 };
 
 std::vector<Case> read_cases(const char* path) {

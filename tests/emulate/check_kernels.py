@@ -49,6 +49,7 @@ FLOAT16_PATTERNS = 65536
 MISSING = 77
 PART_BYTES = 48 << 20  # of cases a run; the emulated machine keeps them in memory
 COUNTS = ("cases", "records", "results", "of them NaN", "mismatches")
+ALLOCATIONS = re.compile(r"^(\d+) heap allocations of all kernels$", re.MULTILINE)
 LINE = re.compile(r"(?P<label>.+): " + ", ".join(rf"(\d+) {name}" for name in COUNTS))
 
 
@@ -209,7 +210,8 @@ class Program:
 
     def _link(self, name: str, *options: str) -> Path:
         program = self.directory / name
-        subprocess.run([*self.compiler, *self.objects, *options, "-o", program], check=True)
+        counted = "-Wl,--wrap=malloc,--wrap=aligned_alloc"
+        subprocess.run([*self.compiler, *self.objects, counted, *options, "-o", program], check=True)
         return program
 
     def run(self, isa: str, cases: Path) -> tuple[str, subprocess.CompletedProcess[str]]:
@@ -258,6 +260,7 @@ def check(program: Program, isa: str, records: int) -> int:
     blocks = pairs = 0
     seconds = 0.0
     where = ""
+    allocations = 0
     for part in parts(cases, path):
         start = time.monotonic()
         where, done = program.run(isa, path)
@@ -267,6 +270,7 @@ def check(program: Program, isa: str, records: int) -> int:
         if done.returncode != 0:
             print(f"{done.stdout}{isa}: check_kernels ended with {done.returncode}")
             return 1
+        allocations = max(allocations, int(ALLOCATIONS.findall(done.stdout)[0]))
         reported = 0
         for match in map(LINE.fullmatch, done.stdout.splitlines()):
             if match:
@@ -282,7 +286,7 @@ def check(program: Program, isa: str, records: int) -> int:
     assert blocks + pairs == sum(counts["records"] for counts in totals.values())
     print(
         f"{isa}: {blocks} blocks quantized in 3 ways, {pairs} pairs of records multiplied in 3 ways, "
-        f"{mismatches} mismatches, on {where} in {seconds:.0f} s"
+        f"{mismatches} mismatches, at most {allocations} heap allocation a run, on {where} in {seconds:.0f} s"
     )
     return int(mismatches > 0)
 
