@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import exact
+import gemma_oracle
 import gguf as peer
 import gguf.quants
 import jax
@@ -20,7 +21,7 @@ import pytest
 import jaxquant.gguf
 from jaxquant import selftest
 from jaxquant.__main__ import main
-from jaxquant.examples import demo, ggml, int4_dot
+from jaxquant.examples import demo, demo_text, gemma, ggml, int4_dot
 
 Q4_K = peer.GGMLQuantizationType.Q4_K
 
@@ -198,6 +199,41 @@ def test_progress_is_shown_on_a_terminal_only(tqdm, monkeypatch, capsys):
     assert ("tensor/s" in capsys.readouterr().err) == tqdm
 
 
+def test_demo_says_why_there_is_no_text(tiny, capsys):
+    pytest.importorskip("sentencepiece")
+    assert main(["demo", "--model", str(tiny)]) == 0
+    assert "no text: " in capsys.readouterr().err
+
+
+def test_demo_writes_with_a_small_gemma(tmp_path, monkeypatch, capsys):
+    """Random weights write nonsense; the numbers beside it are what is checked here."""
+    pytest.importorskip("sentencepiece")
+    monkeypatch.setattr(demo_text, "PROMPTS", ("ab a", "c"))
+    monkeypatch.setattr(demo_text, "TOKENS", 12)
+    monkeypatch.setattr(demo_text, "PREFILL", 32)
+    monkeypatch.setattr(gemma, "texts", lambda: ["ab c" * 11, "a  b" * 9])
+    monkeypatch.setitem(gemma_oracle.META, "block_count", 2)
+    demo_text.run(gemma_oracle.write_model(tmp_path / "small.gguf"))
+    out = capsys.readouterr().out
+    table = out[out.index("Text (greedy) is above") :].splitlines()
+    lines = {words[0]: words[1:] for line in reversed(table) if (words := line.split())}
+    held = [float(lines[mode][0]) for mode in ("bytes", "quantized", "float32")]
+    assert held == sorted(held)
+    for mode, prompts in (("bytes", 1), ("quantized", 2), ("float32", 2)):
+        assert out.split(f"--- {mode} ---")[1].split("---")[0].count("|") == prompts
+        weights, peak, prefill, decode = map(float, lines[mode])
+        assert math.isnan(prefill) == (mode == "bytes")
+        assert math.isnan(peak) or peak > weights
+        assert decode > 0
+    assert "The 3 Q4_K matrices alone, 1.0 MB as float32, 0.1 MB as records:" in out
+    assert float(lines["decode"][2]) > 0
+    *_, count, plain, quantized, mean, largest, same = lines["all"]
+    assert same.endswith(f"/{count}")
+    assert float(plain) > 1
+    assert float(quantized) > 1
+    assert 0 < float(mean) <= float(largest)
+
+
 @pytest.mark.model
 def test_demo_on_the_real_model(capsys):
     path = os.environ["JAXQUANT_MODEL"]
@@ -206,6 +242,8 @@ def test_demo_on_the_real_model(capsys):
     assert main(["demo", "--model", path]) == 0
     out = capsys.readouterr().out
     assert sum(" x " in line for line in out.splitlines()) == len(shapes) > 0
+    for continuation in (" Thursday, Friday", " 0 degrees Celsius.", " Bonjour, mon ami."):
+        assert out.count(f"|{continuation}") >= 2
     results = 65 * sum(math.prod(shape[:-1]) for shape in shapes)
     assert f"{results} results, 0 differ from the exact float32 reference" in out
 
