@@ -200,7 +200,6 @@ def test_progress_is_shown_on_a_terminal_only(tqdm, monkeypatch, capsys):
 
 
 def test_demo_says_why_there_is_no_text(tiny, capsys):
-    pytest.importorskip("sentencepiece")
     assert main(["demo", "--model", str(tiny)]) == 0
     assert "no text: " in capsys.readouterr().err
 

@@ -421,10 +421,6 @@ class Tokenizer:
 
     def __init__(self, path: str | Path) -> None:
         try:
-            sentencepiece: Any = importlib.import_module("sentencepiece")
-        except ImportError:
-            raise ModelError("the tokenizer needs sentencepiece: pip install jaxquant[demo]") from None
-        try:
             with gguf.open(path) as file:
                 model = sentencepiece_model(file.metadata)
                 self.begin: int = file.metadata["tokenizer.ggml.bos_token_id"]
@@ -433,6 +429,10 @@ class Tokenizer:
             raise ModelError(f"{path} holds no complete tokenizer: {error.args[0]}") from error
         except (OSError, gguf.GGUFError) as error:
             raise ModelError(str(error)) from error
+        try:
+            sentencepiece: Any = importlib.import_module("sentencepiece")
+        except ImportError:
+            raise ModelError("the tokenizer needs sentencepiece: pip install jaxquant[demo]") from None
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
 
     def encode(self, text: str) -> list[int]:
