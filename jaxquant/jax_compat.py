@@ -6,7 +6,7 @@ The rest of the package uses public modules only (`jax`, `jax.ffi`, `jax.extend`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ __all__ = [
     "Tiling",
     "Value",
     "add_user_check",
+    "add_user_checks",
     "leading_spec",
     "register_partitioner",
     "result_aval",
@@ -56,11 +57,11 @@ def to_common_varying(*operands: jax.Array) -> list[jax.Array]:
     ]
 
 
-def add_user_check(primitive: Any, failed: Callable[[jax.Array], jax.Array], message: str) -> None:
-    """Let ``checkify`` with ``errors=user_checks`` see where ``failed(result)`` is true.
+def add_user_checks(primitive: Any, failures: Callable[..., Mapping[str, jax.Array]]) -> None:
+    """Let ``checkify`` with ``errors=user_checks`` see where ``failures(result, *operands)`` says so, by message.
 
     Unlike `checkify.check` inside a function, this leaves no trace in programs that checkify never sees.
-    ``{index}`` in the message becomes the index of the first failure.
+    ``{index}`` in a message becomes the index of its first failure; of several messages the first counts.
     """
 
     def rule(*args: Any, **params: Any) -> tuple[Any, Any]:
@@ -68,17 +69,22 @@ def add_user_check(primitive: Any, failed: Callable[[jax.Array], jax.Array], mes
         context, (error, enabled, *operands) = args[:head], args[head:]
         result = primitive.bind(*operands, **params)
         if checkify.FailedCheckError in enabled:
-            where = failed(result)
-            first = jnp.sum(jnp.cumsum(where.reshape(-1)) == 0)
-            index = jnp.unravel_index(first, where.shape)
-            text = ", ".join(f"{{{axis}}}" for axis in range(len(index)))
-            shown = message.replace("{index}", text if len(index) == 1 else f"({text})")
-            failure = checkify.FailedCheckError(checkify.get_traceback(), shown, *index)
             assert_func: Any = checkify.assert_func
-            error = assert_func(*context, error, where.any(), failure)
+            for message, where in failures(result, *operands).items():
+                first = jnp.sum(jnp.cumsum(where.reshape(-1)) == 0)
+                index = jnp.unravel_index(first, where.shape)
+                text = ", ".join(f"{{{axis}}}" for axis in range(len(index)))
+                shown = message.replace("{index}", text if len(index) == 1 else f"({text})")
+                failure = checkify.FailedCheckError(checkify.get_traceback(), shown, *index)
+                error = assert_func(*context, error, where.any(), failure)
         return error, result
 
     checkify.error_checks[primitive] = rule
+
+
+def add_user_check(primitive: Any, failed: Callable[[jax.Array], jax.Array], message: str) -> None:
+    """`add_user_checks` with one message, where ``failed(result)`` is true."""
+    add_user_checks(primitive, lambda result, *_: {message: failed(result)})
 
 
 class Tiling(NamedTuple):

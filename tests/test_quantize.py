@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from implementations import IMPLEMENTATIONS, run_on
+from jax.experimental import checkify
 
 import jaxquant as jq
 
@@ -154,18 +155,66 @@ def test_float64_is_refused_under_x64_too():
         jq.quantize(jnp.zeros((1, 256), jnp.float64))
 
 
-def test_checkify_names_the_poison_record(rng):
-    from jax.experimental import checkify
-
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        (np.nan, "its block holds a NaN"),
+        (-np.inf, "its block holds an infinity"),
+        (1e-38, "its block is not zero, but nowhere above 3.7321948e-37"),
+    ],
+    ids=["nan", "infinity", "too small"],
+)
+def test_checkify_names_operation_record_and_cause(rng, value, cause):
     x = exact.blocks(rng, "gaussian", 5)
     checked = checkify.checkify(jax.jit(jq.quantize), errors=checkify.user_checks)
     error, _ = checked(x)
     assert error.get() is None
-    x[3, 9] = np.inf
+    x[3] = 0
+    x[3, 9] = value
     error, records = checked(x)
-    assert "quantize: record 3 is poison" in error.get()
+    assert f"quantize: record 3 is poison: {cause}" in error.get()
     np.testing.assert_array_equal(np.asarray(records), exact.quantize(x))
     error, _ = checkify.checkify(jax.vmap(jq.quantize), errors=checkify.user_checks)(
         np.stack([x[:2], x[2:4]])
     )
-    assert "quantize: record (1, 1) is poison" in error.get()
+    assert f"quantize: record (1, 1) is poison: {cause}" in error.get()
+
+
+def test_checkify_inside_a_scan(rng):
+    x = exact.blocks(rng, "gaussian", 12).reshape(3, 4, 256)
+    x[2, 1, 0] = np.nan
+
+    def layers(x):
+        return jax.lax.scan(lambda carry, x: (carry, jq.quantize(x)), 0, x)[1]
+
+    error, _ = jax.jit(checkify.checkify(layers, errors=checkify.user_checks))(x)
+    assert "quantize: record 1 is poison: its block holds a NaN" in error.get()
+
+
+def test_programs_without_checkify_hold_no_check(rng):
+    """The plain program is the same before and after checkify has seen the function, and the call alone."""
+    x = exact.blocks(rng, "gaussian", 4)
+    plain = jax.jit(lambda x: jq.quantize(x)).lower(x).as_text()
+    checked = jax.jit(checkify.checkify(lambda x: jq.quantize(x), errors=checkify.user_checks)).lower(x)
+    assert "is_finite" in checked.as_text() or "compare" in checked.as_text()
+    assert jax.jit(lambda x: jq.quantize(x)).lower(x).as_text() == plain
+    operations = [line.split(" = ")[1].split("(")[0] for line in plain.splitlines() if "%0 = " in line]
+    assert [o for o in operations if "call @_quantize" not in o] == [
+        "stablehlo.custom_call @jaxquant_quantize_v1"
+    ]
+
+
+def test_debug_nans_passes_over_poison(rng):
+    """Records are bytes, so that debug_nans sees the poison in the first dot that reads it."""
+    x = exact.blocks(rng, "gaussian", 2)
+    w = exact.random_q4k(rng, (3, 2))
+    w[..., :4] = np.array([0, 60, 0, 60], np.uint8)
+    with jax.debug_nans(True):
+        healthy = jax.vmap(jq.quantized_dot, (0, None))(w, jq.quantize(x))
+        assert np.isfinite(healthy).all()
+        x[1, 5] = np.nan
+        records = jq.quantize(x)
+        with pytest.raises(FloatingPointError, match="nan"):
+            jax.vmap(jq.quantized_dot, (0, None))(w, records)
+        with pytest.raises(FloatingPointError, match="nan"):
+            jax.jit(jax.vmap(jq.quantized_dot, (0, None)))(w, records)

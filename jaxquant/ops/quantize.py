@@ -98,16 +98,20 @@ def _jvp(primals: Any, tangents: Any, *, backend: str) -> Any:
 ad.primitive_jvps[quantize_p] = _jvp
 
 
-def _poison(records: jax.Array) -> jax.Array:
-    """Which records are poison: those whose ds has the bits 0x7FC00000."""
-    return (records[..., 3] == np.uint8(0x7F)) & (records[..., 2] == np.uint8(0xC0))
+def _poison(records: jax.Array, values: jax.Array) -> dict[str, jax.Array]:
+    """Which records are poison, those whose ds has the bits 0x7FC00000, by cause."""
+    poison = (records[..., 3] == np.uint8(0x7F)) & (records[..., 2] == np.uint8(0xC0))
+    nan, infinite = jnp.isnan(values).any(-1), jnp.isinf(values).any(-1)
+    return {
+        "quantize: record {index} is poison: its block holds a NaN": poison & nan,
+        "quantize: record {index} is poison: its block holds an infinity": poison & infinite,
+        "quantize: record {index} is poison: its block is not zero, but nowhere above 3.7321948e-37": poison
+        & ~nan
+        & ~infinite,
+    }
 
 
-jax_compat.add_user_check(
-    quantize_p,
-    _poison,
-    "quantize: record {index} is poison: its block holds a NaN or an infinity, or is not zero but below 3.7321948e-37",
-)
+jax_compat.add_user_checks(quantize_p, _poison)
 
 
 def _axes(operands: Any, *_: Any) -> partition.Axes:

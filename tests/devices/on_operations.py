@@ -423,5 +423,5 @@ def test_checkify_across_devices(rng):
     assert error.get() is None
     x[11, 3] = np.inf
     error, records = checked(put(x, mesh, P("a")))
-    assert "quantize: record 11 is poison" in error.get()
+    assert "quantize: record 11 is poison: its block holds an infinity" in error.get()
     np.testing.assert_array_equal(np.asarray(records), exact.quantize(x))
