@@ -51,23 +51,25 @@ def register(target: str, describe: Describe) -> None:
 
 def rule(axes: Axes, operands: Sequence[Any], results: Sequence[Any]) -> dict[str, Any]:
     """The attribute that tells XLA of the axes of a call on these abstract values."""
-    sizes: dict[int, Any] = {}
+    shared = sorted({axis for own in (*axes.operands, *axes.results) for axis in own if axis != WHOLE})
+    number = {axis: factor for factor, axis in enumerate(shared)}
+    sizes: list[Any] = [None] * len(shared)
     mappings = []
-    whole = 1 + max((axis for value in (*axes.operands, *axes.results) for axis in value), default=WHOLE)
-    following = whole
     for value, own in zip((*operands, *results), (*axes.operands, *axes.results), strict=True):
         factors = []
         for axis, extent in zip(own, value.shape, strict=True):
-            factor = following if axis == WHOLE else axis
-            following += axis == WHOLE
-            sizes[factor] = extent
+            factor = number.get(axis, len(sizes))
+            if axis == WHOLE:
+                sizes.append(extent)
+            else:
+                sizes[factor] = extent
             factors.append(_symbol(factor))
         mappings.append(f"[{', '.join(factors)}]")
-    if not all(isinstance(size, int) and size > 0 for size in sizes.values()):
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
         return {}  # a rule cannot name a symbolic or an empty axis
     count = len(operands)
-    extents = ", ".join(f"{_symbol(factor)}={sizes[factor]}" for factor in sorted(sizes))
-    kept = ", ".join(_symbol(factor) for factor in range(whole, following))
+    extents = ", ".join(f"{_symbol(factor)}={size}" for factor, size in enumerate(sizes))
+    kept = ", ".join(map(_symbol, range(len(shared), len(sizes))))
     text = (
         f"#sdy.op_sharding_rule<({', '.join(mappings[:count])})->({', '.join(mappings[count:])}) "
         f"{{{extents}}} need_replication={{{kept}}}, custom>"
