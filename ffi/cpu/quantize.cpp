@@ -1,5 +1,6 @@
 // The XLA handler of jaxquant.quantize.
 #include "kernels.h"
+#include "pages.h"
 #include "parallel.h"
 #include "record.h"
 #include "xla/ffi/api/ffi.h"
@@ -20,6 +21,7 @@ ffi::Error quantize(ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> records, 
   auto* to = static_cast<uint8_t*>(records->untyped_data());
   const int64_t count = static_cast<int64_t>(values.element_count()) / kBlock;
   const bool stream = count * q8k::kBytes >= kStreamBytes;
+  if (stream) advise_large_pages(to, static_cast<size_t>(count) * q8k::kBytes);
   parallel_for(pool, count, kRecordsPerTask, [&](int64_t begin, int64_t end) {
     chosen.quantize(from + begin * kBlock * 4, to + begin * q8k::kBytes, end - begin, stream);
   });
