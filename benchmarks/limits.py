@@ -14,6 +14,7 @@ from measure import Side, fastest
 
 PIECES = 6
 BYTES = 32 * 2**20  # of one piece: milliseconds, long beside starting a thread and short beside a time slice
+STEPS = 2**18  # of eight multiply-adds: about half a millisecond
 PREFETCH_BYTES = (0, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -58,3 +59,21 @@ class ReadLimit:
         }
         best = fastest(sides, turn_seconds)
         self.side, self.ahead = sides[best], int(best)
+
+
+class MultiplyAddLimit:
+    """Multiplying and adding 8-bit integers in registers, in the widest vectors that `isa` has.
+
+    Attributes:
+        side: one call does `operations` of them, a product and its addition counted as two; None where there
+            are no such vectors.
+    """
+
+    def __init__(self, library: Path, threads: int, isa: str) -> None:
+        function = ctypes.CDLL(str(library)).multiply_add
+        function.restype = ctypes.c_bool
+        function.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+        bits = 512 if isa.startswith("avx512") else 256
+        self.operations = 2 * bits * STEPS * threads
+        there = isa.startswith("avx") and function(2, threads, bits)
+        self.side = Side(lambda: function(STEPS, threads, bits)) if there else None

@@ -1,8 +1,8 @@
 """Speed of the two record operations beside ggml, XLA's float32 dot and the machine's read bandwidth, in one run.
 
-    python benchmarks/records.py [--threads 1,2] [--only gemv,gemm,quantize,overhead] [--isa avx2,portable]
+    python benchmarks/records.py [--threads 1,2] [--only gemv,gemm,quantize,overhead,growth,isa] [--isa avx2,portable]
 
-Prints a table and saves JSON under benchmarks/results/. Each instruction set and thread count has a process
+Prints tables and saves JSON and a picture (roofline, growth, instruction sets) under benchmarks/results/. Each instruction set and thread count has a process
 of its own, pinned to so many cores. The figures are medians of rounds in which all sides take turns
 (measure.py), ratios are medians of the rounds' ratios. The peer is ggml from the PyPI wheel libggml-python,
 with repacked weights; the environment variable GGML_LIB names the library folder of another build.
@@ -30,7 +30,8 @@ import limits
 from measure import median_ratio, quartiles
 
 ROOT = Path(__file__).resolve().parents[1]
-WORKS = ("gemv", "gemm", "quantize", "overhead")
+WORKS = ("gemv", "gemm", "quantize", "overhead", "growth", "isa")
+FORCED = "ISA: "  # how the works begin in which each instruction set is forced
 TOLERANCES = {  # of a result, relative to the largest
     "ggml": 1e-4,  # adds records in another order and with fused operations
     "XLA float32": 0.05,  # does not round x to 8 bits
@@ -90,7 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.json or ROOT / "benchmarks" / "results" / f"records-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"\nsaved {path}\n\n{table(runs)}\n\n{caption(report)}")
+    print(f"\nsaved {path}\n\n{table(runs)}\n\n{isa_table(runs)}\n\n{caption(report)}")
+    try:
+        import picture
+    except ImportError as error:
+        print(f"no picture: {error}", file=sys.stderr)
+    else:
+        print(f"saved {picture.draw(report, path.with_suffix('.png'))}")
     wrong = list(disagreements(runs))
     for line in wrong:
         print(line, file=sys.stderr)
@@ -198,6 +205,7 @@ HEADER = (
     "XLA float32",
     "times XLA",
     "of read bandwidth",
+    "of multiply-add chain",
     "difference from ggml",
 )
 
@@ -213,7 +221,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         return f"{ratios[side]:.2f}x" if side in ratios else ""
 
     speed = f"{row['amount'] / seconds['jaxquant'][1] / 1e9:.1f} {row['unit']}" if row["unit"] else ""
-    read = f"{ratios['read']:.2f}" if "read" in ratios else ""
+    read, chain = (f"{ratios[side]:.2f}" if side in ratios else "" for side in ("read", "chain"))
     differs = f"{row['differences']['ggml']:.0e}" if "ggml" in row["differences"] else ""
     return [
         row["work"],
@@ -224,6 +232,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         time_of("XLA float32"),
         times("XLA float32"),
         read,
+        chain,
         differs,
     ]
 
@@ -235,7 +244,25 @@ def duration(seconds: float) -> str:
 def table(runs: list[dict[str, Any]]) -> str:
     """Markdown, for the README."""
     lines = [("threads", "ISA", *HEADER), ("--:", "---", "---", *["--:"] * (len(HEADER) - 1))]
-    lines += [(str(run["threads"]), run["isa"], *cells(row)) for run in runs for row in run["rows"]]
+    lines += [
+        (str(run["threads"]), run["isa"], *cells(row))
+        for run in runs
+        for row in run["rows"]
+        if not row["work"].startswith(FORCED)
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def isa_table(runs: list[dict[str, Any]]) -> str:
+    """Markdown: speed of each instruction set, forced in turn in one run."""
+    rows = [(run["threads"], row) for run in runs for row in run["rows"] if row["work"].startswith(FORCED)]
+    if not rows:
+        return ""
+    isas = [side for side in rows[0][1]["seconds"] if side != "jaxquant"]
+    lines = [["threads", "work", "unit", *isas], ["--:", "---", "---", *["--:"] * len(isas)]]
+    for threads, row in rows:
+        speeds = [f"{row['amount'] / row['seconds'][isa][1] / 1e9:.1f}" for isa in isas]
+        lines.append([str(threads), row["work"].removeprefix(FORCED), row["unit"], *speeds])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -18,29 +18,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from limits import BYTES as READ_BYTES
-from limits import ReadLimit
+from limits import MultiplyAddLimit, ReadLimit
 from measure import Side, fastest, interleave
 from numpy.typing import NDArray
 from peer import Peer, Products
 
 import jaxquant as jq
+from jaxquant.ops import native
 
 ROTATED_BYTES = 128 * 2**20
 SHAPES = ((4096, 4096), (14336, 4096))  # M, K
-COLUMNS = (4, 16, 64, 512)
+COLUMNS = (2, 4, 8, 16, 64, 512)
+GROWTH = {
+    "rows": (256, 512, 1024, 2048, 4096),
+    "columns": (8, 16, 32, 64, 128),
+    "records": (4, 8, 16, 32, 64),
+}
 CHAIN = 64  # operations whose cost is told from the cost of a call
 REPEATED = 32
 
 
 @dataclass
 class Setting:
-    """How to measure in this process; `ggml` and `read` are None where there is none."""
+    """How to measure in this process; `ggml`, `read` and `chain` are None where there is none."""
 
     threads: int
     rounds: int
     turn_seconds: float
     ggml: Peer | None
     read: ReadLimit | None
+    chain: MultiplyAddLimit | None
 
     @classmethod
     def make(
@@ -54,7 +61,8 @@ class Setting:
             ggml = None
             print(f"not compared with ggml: {error}", file=sys.stderr)
         read = ReadLimit(library, threads, turn_seconds) if library else None
-        return cls(threads, rounds, turn_seconds, ggml, read)
+        chain = MultiplyAddLimit(library, threads, jq.status().isa or "") if library else None
+        return cls(threads, rounds, turn_seconds, ggml, read, chain if chain and chain.side else None)
 
     def race(self, sides: dict[str, Side]) -> dict[str, NDArray[np.float64]]:
         return interleave(sides, self.rounds, self.turn_seconds)
@@ -137,8 +145,10 @@ def product(setting: Setting, work: str, M: int, K: int, columns: int | None) ->
         theirs = Products(setting.ggml, w, x, setting.threads, copies)
         notes["ggml repacked"] = theirs.repacked
         sides["ggml"] = Side(theirs.run, theirs.rest)
-    if setting.read and not columns:
+    if setting.read:
         sides["read"] = setting.read.side
+    if setting.chain and columns and setting.chain.side:
+        sides["chain"] = setting.chain.side
 
     got = np.asarray(ours()).reshape(-1, M)
     seconds = setting.race(sides)
@@ -149,6 +159,9 @@ def product(setting: Setting, work: str, M: int, K: int, columns: int | None) ->
         theirs.close()
     if "read" in seconds:
         seconds["read"] *= w.nbytes / READ_BYTES
+    if setting.chain and columns and "chain" in seconds:
+        seconds["chain"] *= 2.0 * M * K * columns / setting.chain.operations
+    notes["operations per byte of weights"] = 2.0 * M * K * (columns or 1) / w.nbytes
     if columns:
         return Row(work, 2.0 * M * K * columns, "GFLOP/s", seconds, differences, notes)
     return Row(work, w.nbytes, "GB/s of weights", seconds, differences, notes)
@@ -342,9 +355,62 @@ def difference(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
+def run_growth(setting: Setting) -> Iterator[Row]:
+    """How the time of a product grows with each extent, the others staying: 1024 rows, 16 columns, 16 records."""
+    rng = np.random.default_rng(3)
+    for axis, extents in GROWTH.items():
+        for extent in extents:
+            shape = {"rows": 1024, "columns": 16, "records": 16} | {axis: extent}
+            M, N, G = shape["rows"], shape["columns"], shape["records"]
+            w = random_weights(rng, M, G)
+            copies = copies_of(w.nbytes)
+            x = rng.standard_normal((N, G, 256), np.float32)
+            ours = rotate(gemm, device_copies(w, copies), device_copies(x, copies))
+            seconds = setting.race({"jaxquant": Side(ours)})
+            notes = {"grows": axis, "extent": extent}
+            yield Row(f"{extent} {axis}", 512.0 * M * N * G, "GFLOP/s", seconds, notes=notes)
+
+
+def run_isa(setting: Setting) -> Iterator[Row]:
+    """Each instruction set forced in turn, on operands that stay in the cache."""
+    rng = np.random.default_rng(4)
+    w = jnp.array(random_weights(rng, 256, 16))
+    x = jnp.array(rng.standard_normal((16, 16, 256), np.float32))
+    quantized = jax.jit(jax.vmap(jq.quantize))(x)
+    dots = jax.jit(jax.vmap(jax.vmap(jq.quantized_dot, (0, None)), (None, 0)))
+    values = jnp.array(random_values(256 * 2**10))
+    programs: dict[str, tuple[float, str, Callable[[], jax.Array]]] = {
+        f"dots {columns}": (
+            512.0 * 256 * 16 * columns,
+            "GFLOP/s",
+            functools.partial(dots, w, quantized[:columns]),
+        )
+        for columns in (1, 4, 16)
+    }
+    programs["quantize 256 KiB"] = (
+        values.nbytes,
+        "GB/s of float32",
+        functools.partial(jax.jit(jq.quantize), values),
+    )
+    for work, (amount, unit, program) in programs.items():
+
+        def forced(isa: str, program: Callable[[], jax.Array] = program) -> jax.Array:
+            native.force_isa(isa)
+            return program().block_until_ready()
+
+        best = native.supported_isas()[0]
+        sides = {isa: Side(functools.partial(forced, isa)) for isa in native.supported_isas()}
+        seconds = setting.race(sides)
+        native.force_isa(best)
+        seconds["jaxquant"] = seconds[best]
+        yield Row(f"ISA: {work.replace('dots', '256x4096, columns')}", amount, unit, seconds)
+
+
 WORKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "gemv": run_gemv,
     "gemm": run_gemm,
     "quantize": run_quantize,
     "overhead": run_overhead,
+    "growth": run_growth,
+    "isa": run_isa,
 }

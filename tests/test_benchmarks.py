@@ -147,7 +147,7 @@ def test_the_table_says_the_medians_and_the_ratios(records):
     assert row["ratios"] == {"ggml": 2.0, "read": 0.5}
     assert row["rounds"]["ggml"] == [3.0, 4.0, 4.0]
     assert records.cells(row) == [
-        *("GEMV", "2000.00 ms", "4.0 GB/s of weights", "4000.00 ms", "2.00x", "", "", "0.50", "2e-07"),
+        *("GEMV", "2000.00 ms", "4.0 GB/s of weights", "4000.00 ms", "2.00x", "", "", "0.50", "", "2e-07"),
     ]
     lines = records.table([{"threads": 2, "isa": "avx2", "rows": [row]}]).splitlines()
     assert len(lines) == 3
