@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import exact
+import gguf as peer
+import numpy as np
 import pytest
 
 TESTS = Path(__file__).parent
 FILES = sorted(path.name for path in (TESTS / "devices").glob("on_*.py"))
 
 
-def run(*arguments: object) -> str:
+def run(*arguments: object, folder: Path = TESTS) -> str:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     result = subprocess.run(
         [sys.executable, *map(str, arguments)],
-        cwd=TESTS,
+        cwd=folder,
         env=os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -49,3 +53,18 @@ def test_sharded_programs_outlive_their_process(tmp_path):
             assert report["devices"] == 8
             assert report["collectives"] == []
             assert report["calls"] == [[4, 4]]
+
+
+def test_the_recipe_runs_as_written(tmp_path):
+    document = (TESTS.parent / "docs" / "sharding.md").read_text()
+    (recipe,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    writer = peer.GGUFWriter(tmp_path / "model.gguf", "tiny")
+    for layer in range(2):
+        records = exact.random_q4k(np.random.default_rng(layer), (16, 2))
+        name = f"blk.{layer}.ffn_down.weight"
+        writer.add_tensor(name, records.reshape(16, 288), raw_dtype=peer.GGMLQuantizationType.Q4_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    run("-W", "error", "-c", recipe, folder=tmp_path)
