@@ -1,6 +1,10 @@
-"""``python -m jaxquant``: what runs here (info), whether its bits are right (selftest), and on a model (demo).
+"""``python -m jaxquant``, or ``jaxquant``: the command line.
 
-Exit codes: 0, 1 for wrong results, 2 for wrong arguments or no usable model, 130 when interrupted.
+``info`` says what runs here, ``selftest`` whether its bits are right, ``inspect`` what is in a file of weights;
+``convert`` changes its format, ``bench`` measures, and ``demo`` runs a model.
+
+Exit codes: 0; 1 for wrong results, or something illegal in a file; 2 for wrong arguments, or a file or model that
+cannot be used; 130 when interrupted, 141 when the reader of the output has gone.
 """
 
 from __future__ import annotations
@@ -15,32 +19,108 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+_FORMATS = ("MXFP8_E4M3", "MXFP8_E5M2", "MXFP6_E3M2", "MXFP6_E2M3", "MXFP4", "MXINT8", "NVFP4")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m jaxquant", description="Block-quantized numbers in JAX.")
+    options = _parser().parse_args(arguments)
+    try:
+        code = _run(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Python flushes once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    name = "jaxquant" if Path(sys.argv[0]).name == "jaxquant" else "python -m jaxquant"
+    parser = argparse.ArgumentParser(prog=name, description="Block-quantized numbers in JAX.")
     commands = parser.add_subparsers(dest="command", required=True)
-    info = commands.add_parser(
-        "info", help="print versions, devices, and which implementation runs where and why"
+    json_option = argparse.ArgumentParser(add_help=False)
+    json_option.add_argument("--json", action="store_true", help="print one JSON object")
+    commands.add_parser(
+        "info",
+        parents=[json_option],
+        help="print versions, devices, and which implementation runs where and why",
     )
-    info.add_argument("--json", action="store_true", help="print one JSON object")
     commands.add_parser("selftest", help="check every implementation on this machine, bit for bit")
+    inspect = commands.add_parser(
+        "inspect",
+        parents=[json_option],
+        help="list the tensors of a GGUF or safetensors file, and what is illegal in it",
+        description="List the tensors of a GGUF or safetensors file: types, shapes, bits per weight, totals per "
+        "type, and illegal records or blocks. Exit code 1 if there are any.",
+    )
+    inspect.add_argument("file", type=Path, metavar="FILE")
+    inspect.add_argument(
+        "--plot",
+        type=Path,
+        metavar="OUT.png",
+        help="measure what each matrix would lose in MXFP8, MXFP6, MXFP4 and NVFP4 (on a sample of its rows), and "
+        "draw it with error bars",
+    )
+    convert = commands.add_parser(
+        "convert",
+        parents=[json_option],
+        help="convert the matrices of a file to MXFP8, MXFP6, MXFP4, MXINT8 or NVFP4",
+        description="Convert the matrices of a safetensors or GGUF file, Q4_K and other GGUF types included, to a "
+        "block-scaled format, with blocks along the rows, as quantize_blocks does. Other tensors are copied; GGUF "
+        "types that safetensors does not have become float32. PATTERN is a name, or has *, ? and [...].",
+    )
+    convert.add_argument("source", type=Path, metavar="SRC")
+    convert.add_argument(
+        "target", type=Path, metavar="DST", help="a safetensors file, replaced if it is there"
+    )
+    convert.add_argument(
+        "--to", required=True, type=str.upper, choices=_FORMATS, metavar="FORMAT", help=", ".join(_FORMATS)
+    )
+    convert.add_argument(
+        "--tensor", action="append", default=[], metavar="PATTERN", help="only these tensors"
+    )
+    convert.add_argument("--keep", action="append", default=[], metavar="PATTERN", help="copy these")
+    commands.add_parser("bench", parents=[json_option], help="measure the operations for a few seconds")
     demo = commands.add_parser(
         "demo", help="multiply every Q4_K tensor of a model, checked and timed against ggml"
     )
     demo.add_argument(
         "--model", type=Path, metavar="PATH", help="a GGUF file (default: Gemma 3 270M from PyPI)"
     )
-    options = parser.parse_args(arguments)
-    try:
-        if options.command == "info":
-            return _info(options.json)
-        if options.command == "selftest":
-            return _selftest()
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "info":
+        return _info(options.json)
+    if options.command == "selftest":
+        return _selftest()
+    if options.command == "demo":
         return _demo(options.model)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    if options.command == "bench":
+        from jaxquant import cli_bench
+
+        return cli_bench.run(options.json)
+    return _on_file(options)
+
+
+def _on_file(options: argparse.Namespace) -> int:
+    from jaxquant import cli_convert, cli_inspect
+    from jaxquant.cli_files import CommandError
+
+    try:
+        if options.command == "inspect":
+            return cli_inspect.run(options.file, options.json, options.plot)
+        return cli_convert.run(
+            options.source, options.target, options.to, options.tensor, options.keep, options.json
+        )
+    except CommandError as error:
+        print(f"jaxquant {options.command}: {error}", file=sys.stderr)
+        return 2
 
 
 def _selftest() -> int:
