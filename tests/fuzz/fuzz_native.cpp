@@ -1,4 +1,4 @@
-// Arbitrary bytes through quantize and quantized_dot: the instruction sets of this CPU against the portable
+// Arbitrary bytes through quantize, quantized_dot and the block codecs: the instruction sets of this CPU against the portable
 // kernels, operands between fences. The first bytes of an input choose the operation and the shape.
 //
 // With libFuzzer:     fuzz_native CORPUS -max_total_time=600
@@ -62,15 +62,62 @@ void dot(const uint8_t* data, size_t size, int64_t rows, int64_t columns, int64_
   }
 }
 
+void decode_blocks(const uint8_t* data, size_t size, uint64_t choice, Fenced::Side side) {
+  const ffi_call::BlockShape p = ffi_call::block_shape(choice);
+  const Fenced codes(static_cast<size_t>(p.code_bytes()), side), scales(static_cast<size_t>(p.scale_bytes()), side);
+  const Fenced outer(4, side);
+  fill(codes, data, size);
+  fill(scales, data + size / 2, size - size / 2);
+  fill(outer, data, size);
+  std::vector<uint8_t> want(static_cast<size_t>(4 * p.values()));
+  jaxquant_force_isa("portable");
+  ffi_call::decode_blocks(pool(), p, codes.data(), scales.data(), outer.data(), want.data());
+  for (const std::string& isa : ffi_call::supported_isas()) {
+    const Fenced out(want.size(), side);
+    jaxquant_force_isa(isa.c_str());
+    ffi_call::decode_blocks(pool(), p, codes.data(), scales.data(), outer.data(), out.data());
+    if (!ffi_call::same_floats(out.data(), want.data(), want.size() / 4)) fail("decoding " + p.element + " " + isa);
+    if (!out.untouched_around()) fail("decoding " + p.element + " " + isa + " wrote outside its result");
+  }
+}
+
+void encode_blocks(const uint8_t* data, size_t size, uint64_t choice, Fenced::Side side) {
+  const ffi_call::BlockShape p = ffi_call::block_shape(choice);
+  const Fenced values(static_cast<size_t>(4 * p.values()), side), outer(4, side);
+  fill(values, data, size);
+  // A tensor scale is positive and finite; the callers see to that.
+  const uint32_t outer_bits = 1 + static_cast<uint32_t>(choice * 2654435761u) % 0x7F7FFFFFu;
+  memcpy(outer.data(), &outer_bits, 4);
+  std::vector<uint8_t> codes(static_cast<size_t>(p.code_bytes())), scales(static_cast<size_t>(p.scale_bytes()));
+  const bool saturate = choice % 3 == 0;
+  const int32_t up_from = 0x800000 + static_cast<int32_t>(choice * 40503u % 0x800001);
+  const auto encode = [&](void* to, void* to_scales) {
+    ffi_call::encode_blocks(pool(), p, saturate, up_from, static_cast<int32_t>(choice % 16), values.data(),
+                            outer.data(), to, to_scales);
+  };
+  jaxquant_force_isa("portable");
+  encode(codes.data(), scales.data());
+  for (const std::string& isa : ffi_call::supported_isas()) {
+    const Fenced out(codes.size(), side), out_scales(scales.size(), side);
+    jaxquant_force_isa(isa.c_str());
+    encode(out.data(), out_scales.data());
+    if (memcmp(out.data(), codes.data(), codes.size()) != 0) fail("codes of " + p.element + " " + isa);
+    if (memcmp(out_scales.data(), scales.data(), scales.size()) != 0) fail("scales of " + p.element + " " + isa);
+    if (!out.untouched_around() || !out_scales.untouched_around()) fail("encoding wrote outside its results");
+  }
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size < 4) return 0;
-  const auto side = data[0] & 2 ? Fenced::Side::kStart : Fenced::Side::kEnd;
-  if (data[0] & 1) {
-    quantize(data + 4, size - 4, data[1] % 40, side);
-  } else {
-    dot(data + 4, size - 4, 1 + data[1] % 40, 1 + data[2] % 12, data[3] % 70, side);
+  const auto side = data[0] & 4 ? Fenced::Side::kStart : Fenced::Side::kEnd;
+  const uint64_t choice = (data[1] | data[2] << 8 | data[3] << 16) * uint64_t{0x9E3779B9} >> 3;
+  switch (data[0] & 3) {
+    case 0: dot(data + 4, size - 4, 1 + data[1] % 40, 1 + data[2] % 12, data[3] % 70, side); break;
+    case 1: quantize(data + 4, size - 4, data[1] % 40, side); break;
+    case 2: decode_blocks(data + 4, size - 4, choice, side); break;
+    default: encode_blocks(data + 4, size - 4, choice, side);
   }
   return 0;
 }

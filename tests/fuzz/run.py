@@ -3,7 +3,7 @@
 
     python tests/fuzz/run.py 600     (make fuzz)
 
-The native part is driven by libFuzzer under the address and undefined-behaviour sanitizers where clang++ (19; 14 does not know f16c) is to
+The native part is driven by libFuzzer under the address and undefined-behaviour sanitizers where clang++ is to
 be had, else by its own mutator under g++'s. What libFuzzer learns beyond tests/fuzz/corpus goes to build/fuzz.
 """
 
@@ -44,6 +44,7 @@ def native(seconds: str, build: Path) -> int:
     options = [
         f"-max_total_time={seconds}",
         "-max_len=4096",
+        "-len_control=0",
         "-print_final_stats=1",
         f"-artifact_prefix={learned}/",
     ]

@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>
@@ -13,6 +14,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <variant>
 #include <vector>
 
 #include "xla/ffi/api/c_api.h"
@@ -23,6 +25,8 @@ const char* jaxquant_supported_isa(int i);
 int jaxquant_force_isa(const char* isa);
 XLA_FFI_Error* jaxquant_quantize_v1(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jaxquant_quantized_dot_v1(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* jaxquant_decode_blocks_v1(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* jaxquant_encode_blocks_v1(XLA_FFI_CallFrame* frame);
 }
 
 struct XLA_FFI_Error {
@@ -121,41 +125,59 @@ struct Operand {
 
 struct Attribute {
   std::string name;
-  std::vector<int64_t> values;
+  std::variant<std::vector<int64_t>, std::string, bool, int32_t> value;
 };
 
 // Calls a handler as XLA would; the message of its error, or "".
 inline std::string call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionContext& pool, std::vector<Operand> operands,
-                        Operand result, std::vector<Attribute> attributes = {}) {
-  const auto buffer = [](Operand& operand) {
-    return XLA_FFI_Buffer{XLA_FFI_Buffer_STRUCT_SIZE,
-                          nullptr,
-                          operand.dtype,
-                          const_cast<void*>(operand.data),
-                          static_cast<int64_t>(operand.shape.size()),
-                          operand.shape.data()};
+                        std::vector<Operand> results, std::vector<Attribute> attributes = {}) {
+  const auto buffers = [](std::vector<Operand>& all) {
+    std::vector<XLA_FFI_Buffer> made;
+    for (Operand& each : all) {
+      made.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, each.dtype, const_cast<void*>(each.data),
+                      static_cast<int64_t>(each.shape.size()), each.shape.data()});
+    }
+    return made;
   };
-  std::vector<XLA_FFI_Buffer> buffers;
-  for (Operand& operand : operands) buffers.push_back(buffer(operand));
-  std::vector<void*> args;
-  for (XLA_FFI_Buffer& each : buffers) args.push_back(&each);
+  const auto pointers = [](std::vector<XLA_FFI_Buffer>& all) {
+    std::vector<void*> made;
+    for (XLA_FFI_Buffer& each : all) made.push_back(&each);
+    return made;
+  };
+  std::vector<XLA_FFI_Buffer> in = buffers(operands), out = buffers(results);
+  std::vector<void*> args = pointers(in), rets = pointers(out);
   std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);
-  XLA_FFI_Buffer out = buffer(result);
-  void* rets[] = {&out};
-  XLA_FFI_RetType ret_types[] = {XLA_FFI_RetType_BUFFER};
+  std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);
 
-  std::vector<XLA_FFI_ByteSpan> spans;
-  std::vector<XLA_FFI_Array> arrays;
-  for (Attribute& attribute : attributes) {
-    spans.push_back({attribute.name.data(), attribute.name.size()});
-    arrays.push_back({XLA_FFI_DataType_S64, attribute.values.size(), attribute.values.data()});
-  }
+  // By name, as XLA sorts them.
+  std::sort(attributes.begin(), attributes.end(),
+            [](const Attribute& a, const Attribute& b) { return a.name < b.name; });
+  const size_t count = attributes.size();
+  std::vector<XLA_FFI_ByteSpan> spans(count), strings(count);
+  std::vector<XLA_FFI_Array> arrays(count);
+  std::vector<XLA_FFI_Scalar> scalars(count);
   std::vector<XLA_FFI_ByteSpan*> names;
   std::vector<void*> values;
-  std::vector<XLA_FFI_AttrType> types(attributes.size(), XLA_FFI_AttrType_ARRAY);
-  for (size_t i = 0; i < attributes.size(); ++i) {
+  std::vector<XLA_FFI_AttrType> types;
+  for (size_t i = 0; i < count; ++i) {
+    spans[i] = {attributes[i].name.data(), attributes[i].name.size()};
     names.push_back(&spans[i]);
-    values.push_back(&arrays[i]);
+    auto& value = attributes[i].value;
+    if (auto* array = std::get_if<std::vector<int64_t>>(&value)) {
+      arrays[i] = {XLA_FFI_DataType_S64, array->size(), array->data()};
+      types.push_back(XLA_FFI_AttrType_ARRAY);
+      values.push_back(&arrays[i]);
+    } else if (auto* text = std::get_if<std::string>(&value)) {
+      strings[i] = {text->data(), text->size()};
+      types.push_back(XLA_FFI_AttrType_STRING);
+      values.push_back(&strings[i]);
+    } else {
+      auto* flag = std::get_if<bool>(&value);
+      scalars[i] = flag ? XLA_FFI_Scalar{XLA_FFI_DataType_PRED, flag}
+                        : XLA_FFI_Scalar{XLA_FFI_DataType_S32, std::get_if<int32_t>(&value)};
+      types.push_back(XLA_FFI_AttrType_SCALAR);
+      values.push_back(&scalars[i]);
+    }
   }
 
   XLA_FFI_CallFrame frame = {};
@@ -164,8 +186,8 @@ inline std::string call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionContext& pool
   frame.ctx = &pool;
   frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
   frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()), arg_types.data(), args.data()};
-  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, 1, ret_types, rets};
-  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr,      static_cast<int64_t>(attributes.size()),
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()), ret_types.data(), rets.data()};
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr,      static_cast<int64_t>(count),
                  types.data(),              names.data(), values.data()};
   XLA_FFI_Error* error = handler(&frame);
   if (error == nullptr) return "";
@@ -176,7 +198,7 @@ inline std::string call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionContext& pool
 
 inline std::string quantize(XLA_FFI_ExecutionContext& pool, const void* values, int64_t records, void* out) {
   return call(jaxquant_quantize_v1, pool, {{XLA_FFI_DataType_F32, values, {records, 256}}},
-              {XLA_FFI_DataType_U8, out, {records, 292}});
+              {{XLA_FFI_DataType_U8, out, {records, 292}}});
 }
 
 // w [rows, records, 144] with x [columns, records, 292] to [rows, columns].
@@ -184,7 +206,81 @@ inline std::string matmul(XLA_FFI_ExecutionContext& pool, const void* w, const v
                           int64_t records, void* out) {
   return call(jaxquant_quantized_dot_v1, pool,
               {{XLA_FFI_DataType_U8, w, {rows, records, 144}}, {XLA_FFI_DataType_U8, x, {columns, records, 292}}},
-              {XLA_FFI_DataType_F32, out, {rows, columns}}, {{"lhs_dims", {0, -1}}, {"rhs_dims", {1, -1}}});
+              {{XLA_FFI_DataType_F32, out, {rows, columns}}},
+              {{"lhs_dims", std::vector<int64_t>{0, -1}}, {"rhs_dims", std::vector<int64_t>{1, -1}}});
+}
+
+// Elements of one kind under scales of one kind, as [blocks, block] or, `across`, [blocks, block, inner].
+struct BlockShape {
+  std::string element;
+  std::string scale;  // "", "E8M0", or "E4M3" under one float32
+  int bits;
+  bool packed;
+  bool across;
+  int64_t blocks;
+  int64_t block;
+  int64_t inner;
+
+  int64_t values() const { return blocks * block * inner; }
+  int64_t code_bytes() const { return packed ? values() * bits / 8 : values(); }
+  int64_t scale_bytes() const { return blocks * inner; }
+  std::vector<int64_t> shape(int64_t extent) const {
+    return across ? std::vector<int64_t>{blocks, extent, inner} : std::vector<int64_t>{blocks, extent};
+  }
+  std::vector<int64_t> scale_shape() const {
+    return across ? std::vector<int64_t>{blocks, inner} : std::vector<int64_t>{blocks};
+  }
+  int64_t code_extent() const { return packed ? block * bits / 8 : block; }
+};
+
+inline std::string decode_blocks(XLA_FFI_ExecutionContext& pool, const BlockShape& p, const void* codes,
+                                 const void* scales, const void* outer, void* values) {
+  std::vector<Operand> operands = {{XLA_FFI_DataType_U8, codes, p.shape(p.code_extent())}};
+  if (!p.scale.empty()) operands.push_back({XLA_FFI_DataType_U8, scales, p.scale_shape()});
+  if (p.scale == "E4M3") operands.push_back({XLA_FFI_DataType_F32, outer, {1}});
+  return call(jaxquant_decode_blocks_v1, pool, operands, {{XLA_FFI_DataType_F32, values, p.shape(p.block)}},
+              {{"element", p.element}, {"scale", p.scale}, {"packed", p.packed}, {"across", p.across}});
+}
+
+inline std::string encode_blocks(XLA_FFI_ExecutionContext& pool, const BlockShape& p, bool saturate, int32_t up_from,
+                                 int32_t lowered, const void* values, const void* outer, void* codes, void* scales) {
+  std::vector<Operand> operands = {{XLA_FFI_DataType_F32, values, p.shape(p.block)}};
+  if (p.scale == "E4M3") operands.push_back({XLA_FFI_DataType_F32, outer, {1}});
+  return call(jaxquant_encode_blocks_v1, pool, operands,
+              {{XLA_FFI_DataType_U8, codes, p.shape(p.code_extent())}, {XLA_FFI_DataType_U8, scales, p.scale_shape()}},
+              {{"element", p.element},
+               {"scale", p.scale},
+               {"packed", p.packed},
+               {"across", p.across},
+               {"saturate", saturate},
+               {"up_from", up_from},
+               {"lowered", lowered}});
+}
+
+// One of all the kinds of blocks there are, chosen by a number.
+inline BlockShape block_shape(uint64_t choice) {
+  const struct {
+    const char* name;
+    int bits;
+  } kElements[] = {{"E4M3", 8}, {"E5M2", 8}, {"E3M2", 6}, {"E2M3", 6}, {"E2M1", 4}, {"Int8", 8}};
+  const auto draw = [&choice](uint64_t n) {
+    const uint64_t drawn = choice % n;
+    choice /= n;
+    return static_cast<int64_t>(drawn);
+  };
+  const auto& element = kElements[draw(6)];
+  BlockShape p{element.name, "E8M0", element.bits, false, false, 0, 0, 1};
+  if (draw(4) == 0) {  // NVFP4
+    p.element = "E2M1";
+    p.bits = 4;
+    p.scale = "E4M3";
+  }
+  p.packed = p.bits < 8 && draw(2) == 0;
+  p.across = draw(2) == 0;
+  p.block = 16 * (1 + draw(4));
+  p.blocks = 1 + draw(19);
+  if (p.across) p.inner = 2 + draw(260);
+  return p;
 }
 
 // Memory that ends where, or starts where, nobody may touch: one byte too many is a fault.

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <memory>
 #include <random>
 
@@ -140,10 +141,61 @@ void batched_once(Random& random, Pools& pools, const std::vector<std::string>& 
     const std::string error = ffi_call::call(
         jaxquant_quantized_dot_v1, pools.many,
         {{XLA_FFI_DataType_U8, w.data(), {b, m, g, 144}}, {XLA_FFI_DataType_U8, x.data(), {b, n, g, 292}}},
-        {XLA_FFI_DataType_F32, out.data(), {b, n, m}}, {{"lhs_dims", {0, 2, -1}}, {"rhs_dims", {0, 1, -1}}});
+        {{XLA_FFI_DataType_F32, out.data(), {b, n, m}}},
+        {{"lhs_dims", std::vector<int64_t>{0, 2, -1}}, {"rhs_dims", std::vector<int64_t>{0, 1, -1}}});
     check(error.empty(), "dot reports an error");
     check(ffi_call::same_floats(out.data(), want.data(), want.size() / 4), "batched dot " + isa);
     check(out.untouched_around(), "batched dot " + isa + " wrote outside its result");
+  }
+}
+
+// Blocks of narrow elements: any codes under any scales decoded, any floats encoded.
+void blocks_once(Random& random, Pools& pools, const std::vector<std::string>& isas) {
+  const ffi_call::BlockShape p = ffi_call::block_shape(random());
+  const auto bytes = [](int64_t n) { return static_cast<size_t>(n); };
+  const Side side = random() % 2 ? Side::kStart : Side::kEnd;
+  const Fenced codes(bytes(p.code_bytes()), side), scales(bytes(p.scale_bytes()), side), outer(4, side);
+  const Fenced values(bytes(4 * p.values()), side);
+  fill(random, codes);
+  fill(random, scales);
+  const bool ordinary = random() % 2;
+  for (size_t at = 0; at < values.size(); at += 4) {
+    uint32_t bits = static_cast<uint32_t>(random());
+    // Within 2**16 of each other, and seldom not finite.
+    if (ordinary && random() % 256 != 0) bits = (bits & 0x87FFFFFFu) | 0x38000000u;
+    memcpy(values.data() + at, &bits, 4);
+  }
+  const float tensor_scale = std::ldexp(1.0f + static_cast<float>(random() % 1024) / 1024, static_cast<int>(random() % 60) - 40);
+  memcpy(outer.data(), &tensor_scale, 4);
+  for (const Fenced* each : {&codes, &scales, &outer, &values}) each->seal();
+  const int32_t up_from = 0x800000 + static_cast<int32_t>(random() % 0x800001);
+  const int32_t lowered = static_cast<int32_t>(random() % 16);
+  const bool saturate = random() % 2;
+  jaxquant_force_isa("portable");
+  std::vector<uint8_t> want(values.size()), want_codes(codes.size()), want_scales(scales.size());
+  const auto decode = [&](XLA_FFI_ExecutionContext& pool, void* to) {
+    const std::string error = ffi_call::decode_blocks(pool, p, codes.data(), scales.data(), outer.data(), to);
+    check(error.empty(), "decoding reports " + error);
+  };
+  const auto encode = [&](XLA_FFI_ExecutionContext& pool, void* to, void* to_scales) {
+    const std::string error = ffi_call::encode_blocks(pool, p, saturate, up_from, lowered, values.data(), outer.data(), to, to_scales);
+    check(error.empty(), "encoding reports " + error);
+  };
+  decode(pools.one, want.data());
+  encode(pools.one, want_codes.data(), want_scales.data());
+  for (const std::string& isa : isas) {
+    jaxquant_force_isa(isa.c_str());
+    for (XLA_FFI_ExecutionContext* pool : {&pools.one, &pools.many}) {
+      const std::string what = " " + p.element + " under " + p.scale + " " + isa;
+      const Fenced out(want.size(), side), out_codes(want_codes.size(), side), out_scales(want_scales.size(), side);
+      decode(*pool, out.data());
+      encode(*pool, out_codes.data(), out_scales.data());
+      check(ffi_call::same_floats(out.data(), want.data(), want.size() / 4), "decoding" + what);
+      check(memcmp(out_codes.data(), want_codes.data(), want_codes.size()) == 0, "codes of" + what);
+      check(memcmp(out_scales.data(), want_scales.data(), want_scales.size()) == 0, "scales of" + what);
+      check(out.untouched_around() && out_codes.untouched_around() && out_scales.untouched_around(),
+            what + " wrote outside its results");
+    }
   }
 }
 
@@ -158,6 +210,7 @@ void odd_shapes(Random& random, Pools& pools, const std::vector<std::string>& is
   for (const int64_t m : rows) {
     for (const int64_t n : columns) matmul_once(random, pools, isas, m, n, records[(i += 5) % 12]);
   }
+  for (int each = 0; each < 60; ++each) blocks_once(random, pools, isas);
   for (const int64_t g : {0, 1, 5}) batched_once(random, pools, isas, 3, 9, 5, g);
   // Beyond what the caches hold, where records are written past them.
   quantize_once(random, pools, isas, (int64_t{16} << 20) / 292 + 3);
@@ -248,6 +301,7 @@ int main(int argc, char** argv) {
       quantize_once(random, pools, isas, below(40));
       matmul_once(random, pools, isas, 1 + below(70), 1 + below(20), below(70));
       batched_once(random, pools, isas, 1 + below(4), 1 + below(20), 1 + below(9), below(9));
+      blocks_once(random, pools, isas);
     }
   }
   float_environments(random, isas);

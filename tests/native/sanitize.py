@@ -35,8 +35,9 @@ OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "exitcode=66",
 }
-PYTHON_TESTS = ["test_quantized_dot.py", "test_quantize.py", "test_native.py", "-k"]
-PYTHON_TESTS += ["contract or golden or equal or beyond_the_caches or threads_agree or empty"]
+PYTHON_TESTS = ["test_quantized_dot.py", "test_quantize.py", "test_native.py", "test_quantize_blocks.py"]
+PYTHON_TESTS += ["-m", "arrays or not arrays", "-k"]
+PYTHON_TESTS += ["contract or golden or number_of_records or beyond_the_caches or threads_agree"]
 
 
 def build(sanitizer: str, directory: Path) -> None:
