@@ -14,11 +14,11 @@ import ml_dtypes
 import numpy as np
 
 from jaxquant import casts
-from jaxquant.arrays.narrow import NarrowArray
+from jaxquant.arrays.narrow import NarrowArray, basic_index, bit_width
 from jaxquant.arrays.swizzled import SwizzledArray
 from jaxquant.dtypes import BlockScaledDType, DType, SimpleDType, Whole, WholeExtent
 from jaxquant.layout import IntTree, Layout
-from jaxquant.ops import blocks, float32
+from jaxquant.ops import bit_stream, blocks, float32
 from jaxquant.representation import Plane, Representation
 
 __all__ = ["BlockScaledArray"]
@@ -214,8 +214,15 @@ class BlockScaledArray:
         return self.dequantize(dtype)
 
     def __getitem__(self, index: Any) -> Any:
-        """The values ``T(element) * T(scale)`` at any index of a NumPy or JAX array, as a dense array of T."""
-        return _run(_values, self)[index]
+        """The values ``T(element) * T(scale)`` at any index of a NumPy or JAX array, as a dense array of T.
+
+        Where integers, slices and an ellipsis are all there is, only the blocks that they touch are decoded.
+        """
+        touched = _touched(self, index)
+        if touched is None:
+            return _run(_values, self)[index]
+        part, within = touched
+        return _run(_values, part)[within]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
@@ -698,6 +705,56 @@ def _joined(planes: Sequence[Any], axis: int) -> Any:
     if dtype in _BYTES:
         return _joined([plane.view(np.uint8) for plane in planes], axis).view(dtype)
     return float32.library(planes[0]).concatenate(planes, axis)
+
+
+def _touched(array: BlockScaledArray, index: Any) -> tuple[BlockScaledArray, tuple[Any, ...]] | None:
+    """The blocks that a basic index needs, and the index in them; None for other indices and nothing to gain."""
+    entries = basic_index(index, array.ndim)
+    if entries is None:
+        return None
+    ranges: list[slice] = []
+    within: list[Any] = []
+    for axis, (entry, extent) in enumerate(zip(entries, array.shape, strict=True)):
+        is_slice = isinstance(entry, slice)
+        if not is_slice and not -extent <= entry < extent:
+            return None  # the array library answers
+        chosen = range(extent)[entry] if is_slice else range(entry % extent, entry % extent + 1)
+        if not chosen:
+            return None
+        start, stop = min(chosen[0], chosen[-1]), max(chosen[0], chosen[-1]) + 1
+        unit = _unit(array, axis)
+        start, stop = start // unit * unit, min(-(-stop // unit) * unit, array.padded_shape[axis])
+        ranges.append(slice(start, stop))
+        if not is_slice:
+            within.append(chosen[0] - start)
+            continue
+        end = chosen.stop - start
+        within.append(slice(chosen.start - start, None if end < 0 else end, chosen.step))
+    if all(part == slice(0, extent) for part, extent in zip(ranges, array.padded_shape, strict=True)):
+        return None
+    levels = tuple(
+        _sliced(level, _scaled_ranges(level, ranges, array)) for level in map(_dense, array.levels)
+    )
+    part = array._with(levels, _sliced(array.elements, tuple(ranges)), array._blocks, ())
+    return part, tuple(within)
+
+
+def _scaled_ranges(level: Any, ranges: list[slice], array: BlockScaledArray) -> tuple[slice, ...]:
+    """Where the scales of ranges of elements lie; one scale for all stays."""
+    return tuple(
+        slice(None) if extent == 1 else slice(part.start * extent // stored, part.stop * extent // stored)
+        for part, extent, stored in zip(ranges, level.shape, array.padded_shape, strict=True)
+    )
+
+
+def _unit(array: BlockScaledArray, axis: int) -> int:
+    """How many elements along an axis only go together: those of a block, and of whole bytes."""
+    stored = array.padded_shape[axis]
+    unit: int = max([1, *(stored // level.shape[axis] for level in array.levels if level.shape[axis] > 1)])
+    elements = array.elements
+    if isinstance(elements, NarrowArray) and elements.axis % array.ndim == axis:
+        unit = math.lcm(unit, bit_stream.chunk(bit_width(elements.dtype))[0])
+    return unit
 
 
 def _bounds(

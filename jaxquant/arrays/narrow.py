@@ -7,6 +7,7 @@ Source: sections "Pytrees, orientation, names" and "Narrow" of the array contrac
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ from jax import lax
 
 from jaxquant import casts
 from jaxquant.dtypes import DType, SimpleDType
-from jaxquant.ops import bit_stream
+from jaxquant.ops import bit_stream, blocks
 
-__all__ = ["Narrow", "NarrowArray", "bit_width", "narrow"]
+__all__ = ["Narrow", "NarrowArray", "basic_index", "bit_width", "narrow"]
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 Array: TypeAlias = HostArray | jax.Array
@@ -202,6 +203,10 @@ class NarrowArray:
         Source: section "Narrow" of the array contract.
         """
         scalar = _scalar_dtype("NarrowArray.unpack", self.dtype)
+        element = _KERNEL_ELEMENTS.get(scalar)
+        extent = self.shape[self.axis]
+        if element is not None and isinstance(self.data, jax.Array) and extent and extent % blocks.UNIT == 0:
+            return _unpack_values(self.data, element, self.axis)
         codes = self.codes()
         if scalar == np.bool_:
             return codes != np.uint8(0)
@@ -278,7 +283,7 @@ class NarrowArray:
 
         Where integers, slices and an ellipsis are all there is, only the rows that they choose are unpacked.
         """
-        entries = _basic_index(index, self.ndim)
+        entries = basic_index(index, self.ndim)
         if entries is None:
             return self.unpack()[index]
         place = self.ndim + self.axis
@@ -545,11 +550,31 @@ def _from_codes(operation: str, name: str, codes: Any, dtype: NarrowDType, axis:
     return NarrowArray(pack(codes, bit_width(dtype), position), dtype, position)
 
 
+_KERNEL_ELEMENTS = {
+    cast(NumpyDType, dtype.numpy_dtype): dtype for dtype in (DType.E2M1, DType.E2M3, DType.E3M2)
+}
+_LONGEST_PIECE = 4096
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _unpack_values(data: jax.Array, element: SimpleDType, axis: int) -> jax.Array:
+    """float32, by a kernel, which shares its pieces among the threads."""
+    before, after = data.shape[: data.ndim + axis], math.prod(data.shape[data.ndim + axis + 1 :])
+    extent = data.shape[axis] * 8 // element.bits
+    piece = math.gcd(extent, _LONGEST_PIECE)
+    inner = (after,) if after != 1 else ()
+    codes = data.reshape((*before, extent // piece, piece * element.bits // 8, *inner))
+    values = blocks.decode(codes, element=element, scale="", packed=True, across=after != 1)
+    shape = list(data.shape)
+    shape[axis] = extent
+    return values.reshape(shape)
+
+
 _pack_jitted = jax.jit(bit_stream.pack, static_argnums=(1, 2))
 _unpack_jitted = jax.jit(bit_stream.unpack, static_argnums=(1, 2))
 
 
-def _basic_index(index: Any, ndim: int) -> tuple[Any, ...] | None:
+def basic_index(index: Any, ndim: int) -> tuple[Any, ...] | None:
     """One integer or slice per axis, or None where the index holds anything else."""
     entries: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
     ellipses = [i for i, entry in enumerate(entries) if entry is Ellipsis]

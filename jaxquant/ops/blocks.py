@@ -289,7 +289,8 @@ def largest_magnitude(bits: jax.Array, nonfinite: Nonfinite) -> jax.Array:
     while magnitude.shape[-1] > _STEP and magnitude.shape[-1] % _STEP == 0:
         shape = (*magnitude.shape[:-1], magnitude.shape[-1] // _STEP, _STEP)
         magnitude = jax.lax.optimization_barrier(magnitude.reshape(shape).max(axis=-1))
-    return magnitude.max(initial=_ZERO).reshape(1)
+    result: jax.Array = magnitude.max(initial=_ZERO).reshape(1)
+    return result
 
 
 # The primitives
@@ -311,7 +312,8 @@ def _decode_twin(
             # The first product has eight bits at most.
             outer = scales[1].view(jnp.uint32)
             bits = float32.multiply_short(bits, outer.reshape(*outer.shape, *(1,) * -axis))
-    return bits.view(jnp.float32)
+    values: jax.Array = bits.view(jnp.float32)
+    return values
 
 
 def _encode_twin(
@@ -336,7 +338,7 @@ def _encode_twin(
         # A tensor scale each for the blocks of these many leading axes.
         tensors = outer[0].view(jnp.uint32).reshape(-1, 1)
         groups = [x.reshape(tensors.shape[0], -1, *x.shape[axis:]) for x in (bits, magnitude, amax)]
-        codes, scales = jax.vmap(encode_nvfp4)(*groups, tensors)
+        codes, scales = jax.vmap(encode_nvfp4)(groups[0], groups[1], groups[2], tensors)
         codes, scales = codes.reshape(bits.shape), scales.reshape(amax.shape)
     if packed:
         codes = bit_stream.pack(codes, dtype.bits, axis)

@@ -284,7 +284,8 @@ def from_int32(x: jax.Array) -> jax.Array:
     magnitude = jnp.where(sign == _ZERO, bits, _ZERO - bits)
     leading = _i32(lax.clz(magnitude))
     significand = magnitude << _u32(jnp.minimum(leading, np.int32(31)))
-    return _pack(sign, np.int32(31) - leading, significand)
+    result: jax.Array = _pack(sign, np.int32(31) - leading, significand)
+    return result
 
 
 def from_float16(x: jax.Array) -> jax.Array:
