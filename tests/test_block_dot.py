@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from fractions import Fraction
 
 import block_oracle
 import exact
@@ -219,3 +220,64 @@ def test_the_hardware_program_multiplies_the_same_matrices(name):
     if name == "NVFP4":
         product = product * np.asarray(a.levels[1], np.float64) * np.asarray(b.levels[1], np.float64)
     np.testing.assert_allclose(product, in_float64(a, b), rtol=1e-5, atol=1e-5)
+
+
+# The integer path
+
+
+def mxint8(rng, shape, axis, exponents=(-3, 4)):
+    scale = np.exp2(rng.integers(*exponents, shape))
+    return quantize_blocks((rng.standard_normal(shape) * scale).astype(np.float32), DType.MXINT8, axis=axis)
+
+
+def integer_oracle(a, b) -> np.ndarray:
+    """Exact sums of a block's products times both scales, added in order with one rounding each."""
+    x, y = a.elements.astype(object), b.elements.astype(object)
+    x_scales, y_scales = (plane.view(np.uint8).astype(int) for plane in (a.scales, b.scales))
+    result = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for i, j in np.ndindex(*result.shape):
+        total = 0
+        for g in range(a.shape[1] // 32):
+            block = slice(32 * g, 32 * (g + 1))
+            power = int(x_scales[i, g]) + int(y_scales[g, j]) - 2 * 133
+            term = Fraction(sum(x[i, block] * y[block, j])) * Fraction(2) ** power
+            total = exact.rational(exact.round_f32(total + term))
+        result[i, j] = float(total)
+    return result
+
+
+@pytest.mark.parametrize("library", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_integer_path_is_exact_up_to_its_additions(library, rng):
+    a, b = mxint8(rng, (5, 96), -1), mxint8(rng, (96, 3), 0)
+    on = lambda array: jax.tree_util.tree_map(library, array)  # noqa: E731
+    got = block_dot(on(a), on(b), integer=True)
+    assert isinstance(got, np.ndarray) == (library is np.asarray)
+    np.testing.assert_array_equal(got, integer_oracle(a, b))
+    np.testing.assert_array_equal(jax.jit(lambda a, b: block_dot(a, b, integer=True))(on(a), on(b)), got)
+
+
+def test_integer_path_agrees_with_the_decoded_one(rng):
+    a, b = mxint8(rng, (8, 512), -1), mxint8(rng, (512, 8), 0)
+    magnitudes = np.abs(a.dequantize()).astype(np.float64) @ np.abs(b.dequantize()).astype(np.float64)
+    difference = np.abs(block_dot(a, b, integer=True).astype(np.float64) - block_dot(a, b))
+    assert (difference <= 512 * 2.0**-24 * magnitudes).all()
+
+
+def test_integer_path_passes_nan_on(rng):
+    x = rng.standard_normal((4, 64), np.float32)
+    x[1, 40] = np.nan
+    a = quantize_blocks(x, DType.MXINT8)
+    got = block_dot(a, mxint8(rng, (64, 2), 0), integer=True)
+    np.testing.assert_array_equal(np.isnan(got), np.arange(4)[:, None] == np.full((4, 2), 1))
+
+
+@pytest.mark.parametrize("which", ["dense", "format", "axis"])
+def test_integer_path_wants_blocks_of_mxint8_along_the_contracted_axis(which, rng):
+    a, b = mxint8(rng, (32, 64), -1), mxint8(rng, (64, 32), 0)
+    other = {
+        "dense": np.ones((64, 32), np.float32),
+        "format": quantize_blocks(np.ones((64, 32), np.float32), DType.MXFP4, axis=0),
+        "axis": mxint8(rng, (64, 32), -1),
+    }[which]
+    with pytest.raises(ValueError, match=r"integer=True wants MXINT8 .* of shape \(64, 32\)"):
+        block_dot(a, other, integer=True)

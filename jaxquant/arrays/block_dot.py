@@ -15,13 +15,14 @@ from jaxquant.arrays.block_scaled import BlockScaledArray
 from jaxquant.arrays.narrow import NarrowArray
 from jaxquant.arrays.swizzled import SwizzledArray
 from jaxquant.dtypes import DType
+from jaxquant.ops import float32
 
 __all__ = ["block_dot"]
 
 _DENSE = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32))
 
 
-def block_dot(a: Any, b: Any) -> Any:
+def block_dot(a: Any, b: Any, *, integer: bool = False) -> Any:
     """The matrix product of which one operand or both are block-scaled, in float32.
 
     ``a @ b`` is the same. Operands are decoded exactly to float32, and contracted by `jax.numpy.matmul` at
@@ -33,13 +34,17 @@ def block_dot(a: Any, b: Any) -> Any:
     Args:
         a: `BlockScaledArray`, or NumPy or JAX array of float16, bfloat16 or float32, [..., M, K] or [K].
         b: the same, [..., K, N] or [K].
+        integer: contract the int8 codes of two MXINT8 matrices [M, K] and [K, N], whose blocks lie along K, without
+            decoding them: each pair of blocks gives an exact int32 sum of 32 products, which takes both scales in
+            float32, and the blocks are added in order. Each of these additions rounds once, so that the result
+            differs from the other one by their order alone; what falls below 2**-126 on the way may become zero.
 
     Returns:
         float32 [..., M, N] as `jax.numpy.matmul`: a NumPy array if both operands are NumPy, else a JAX array.
 
     Raises:
         TypeError: if no operand is block-scaled, or one is no array of these dtypes.
-        ValueError: for an operand without axes, or extents that do not contract.
+        ValueError: for an operand without axes, extents that do not contract, or ``integer`` for other operands.
 
     Example:
         >>> import numpy as np
@@ -52,9 +57,20 @@ def block_dot(a: Any, b: Any) -> Any:
     Source: section "Block-scaled" of the arrays contract.
     """
     _check(a, b)
-    result = _hardware_dot(a, b) if _suits_hardware(a, b) and _has_scaled_matmul() else _reference_dot(a, b)
+    if integer and not (_is_integer_matrix(a, -1) and _is_integer_matrix(b, -2)):
+        raise ValueError(
+            "block_dot: integer=True wants MXINT8 matrices with blocks of 32 along the contracted axis, got "
+            f"{_described(a)} and {_described(b)}"
+        )
+    result = _integer_dot(a, b) if integer else _float_dot(a, b)
     leaves = jax.tree_util.tree_leaves((a, b))
     return np.asarray(result) if all(isinstance(leaf, np.ndarray) for leaf in leaves) else result
+
+
+def _float_dot(a: Any, b: Any) -> jax.Array:
+    if _suits_hardware(a, b) and _has_scaled_matmul():
+        return _hardware_dot(a, b)
+    return _reference_dot(a, b)
 
 
 def matmul(a: Any, b: Any) -> Any:
@@ -109,6 +125,56 @@ def _decoded(operand: Any) -> jax.Array:
         values: jax.Array = operand.dequantize(np.float32)
         return values
     return jnp.asarray(operand).astype(jnp.float32)
+
+
+# Integers
+
+_BLOCK = 32
+
+
+def _described(operand: Any) -> str:
+    name = getattr(getattr(operand, "format", None), "name", None)
+    return f"{name or type(operand).__name__} of shape {tuple(operand.shape)}"
+
+
+def _is_integer_matrix(operand: Any, axis: int) -> bool:
+    return (
+        isinstance(operand, BlockScaledArray)
+        and operand.format is DType.MXINT8
+        and operand.ndim == 2
+        and operand.shape == operand.padded_shape
+        and operand.block_size[axis] == _BLOCK
+    )
+
+
+@jax.jit
+def _integer_dot(a: BlockScaledArray, b: BlockScaledArray) -> jax.Array:
+    """One int32 product of matrices for each block of K, scaled and added in order."""
+    left, left_scales = _integer_planes(a)
+    right, right_scales = _integer_planes(b.T)
+
+    def step(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
+        x, x_scale, y, y_scale = block
+        sums = lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+        # Below 2**19, so exact in float32; powers of two keep it exact.
+        return total + sums.astype(jnp.float32) * x_scale[:, None] * y_scale[None, :], None
+
+    zero = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
+    total, _ = lax.scan(step, zero, (left, left_scales, right, right_scales))
+    return total
+
+
+def _integer_planes(operand: BlockScaledArray) -> tuple[jax.Array, jax.Array]:
+    """int8 codes [K / 32, rows, 32] and what they count in, float32 [K / 32, rows]."""
+    rows, count = operand.shape[0], operand.shape[1] // _BLOCK
+    elements: Any = jnp.asarray(operand.elements).view(jnp.int8)
+    plane: Any = operand.scales
+    dense = plane.unswizzle() if isinstance(plane, SwizzledArray) else plane
+    bits = jnp.asarray(dense).view(jnp.uint8).astype(jnp.uint32)
+    # A code counts in 2**-6; what is no normal number is zero, and 255 is NaN.
+    field = jnp.maximum(bits, np.uint32(6)) - np.uint32(6)
+    scales = jnp.where(bits == np.uint32(255), float32.NAN, field << np.uint32(23)).view(jnp.float32)
+    return jnp.moveaxis(elements.reshape(rows, count, _BLOCK), 1, 0), scales.T
 
 
 # Hardware
