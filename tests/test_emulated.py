@@ -56,8 +56,9 @@ def test_one_wrong_bit_is_found(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_avx512_kernels():
-    done = check_kernels("--isa", "avx512", "--records", "4000")
+@pytest.mark.parametrize("isa", ["avx512", "avx512_vnni", "avx_vnni", "neon_dotprod", "neon_i8mm"])
+def test_kernels_of_other_cpus(isa):
+    done = check_kernels("--isa", isa, "--records", "4000")
     if done.returncode == MISSING:
         pytest.skip(done.stderr)
-    assert_all_checked(done, "avx512")
+    assert_all_checked(done, isa)
