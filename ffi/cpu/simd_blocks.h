@@ -436,7 +436,7 @@ void encode_across(const EncodeBlocks& p, int64_t begin, int64_t end) {
       const bool finite = largest[j] < kInfinity;
       const int byte = Q::scale(p, finite ? largest[j] : 0, outer);
       scales[j] = finite ? static_cast<uint8_t>(byte) : nan_scale(p);
-      kept[j] = finite ? 0xFF : 0;
+      kept[j] = finite ? -1 : 0;
       quantizers.set(j, byte, outer);
     }
     for (int64_t i = 0; i < p.block; i += kRows) {
@@ -446,13 +446,16 @@ void encode_across(const EncodeBlocks& p, int64_t begin, int64_t end) {
         int64_t j = 0;
         for (; j + kLanes <= width; j += kLanes) {
           const Ints value = load_as<Ints>(row + j);
-          const Ints code = quantizers.template code<Floats, Ints>(j, value, magnitude_of<saturate>(value));
-          const uint64_t bytes = bytes_of(code & load_as<Ints>(kept + j));
+          const Ints all = load_as<Ints>(kept + j);
+          const Ints code = quantizers.template code<Floats, Ints>(j, value, magnitude_of<saturate>(value) & all);
+          const uint64_t bytes = bytes_of(code & all);
           memcpy(rows[r] + j, &bytes, sizeof bytes);
         }
         for (; j < width; ++j) {
           const int32_t value = bit_cast<int32_t>(row[j]);
-          const int32_t code = quantizers.template code<float, int32_t>(j, value, magnitude_of<saturate>(value));
+          // What is not finite would overflow where a code is rounded.
+          const int32_t magnitude = magnitude_of<saturate>(value) & kept[j];
+          const int32_t code = quantizers.template code<float, int32_t>(j, value, magnitude);
           rows[r][j] = static_cast<uint8_t>(code & kept[j]);
         }
       }
