@@ -177,7 +177,7 @@ MUTANTS = [Mutant(*line) for line in [
     (_SIMD_BLOCKS, "return byte == 0 ? splat(INT32_MAX) : least;", "return least;", "block-kernels", "codes under a scale of zero"),
     (_SIMD_BLOCKS, "(6.0 * outer)", "(6.0f * static_cast<float>(outer))", "block-kernels", "an intermediate rounded to float32"),
     (_SIMD_BLOCKS, "const int down = 8 * byte - bits * first;", "const int down = 0;", "block-kernels", "packed across: the high bits lost"),
-    (_SIMD_BLOCKS, "kept[j] = finite ? 0xFF : 0;", "kept[j] = 0xFF;", "block-kernels", "poisoned columns keep their codes"),
+    (_SIMD_BLOCKS, "kept[j] = finite ? -1 : 0;", "kept[j] = -1;", "block-kernels", "poisoned columns keep their codes"),
     ("ffi/cpu/blocks.cpp", "outer_count ? blocks / outer_count : 1", "1", "block-vmap", "outer scales of the wrong blocks"),
     # Threads, handlers, the table of kernels.
     (_PARALLEL, "std::min(items, (i + 1) * chunk)", "std::min(items, (i + 1) * chunk - (i == 1))", "threads", "a chunk loses its last item"),
