@@ -6,7 +6,8 @@ python=$1
 root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-SOURCE_DATE_EPOCH=$(git -C "$root" log -1 --format=%ct)
+commit=$(git -C "$root" rev-parse HEAD)
+SOURCE_DATE_EPOCH=$(git -C "$root" log -1 --format=%ct "$commit")
 export SOURCE_DATE_EPOCH
 requires=$("$python" -c 'import sys, tomllib; print(*tomllib.load(open(sys.argv[1], "rb"))["build-system"]["requires"], sep="\n")' "$root/pyproject.toml")
 "$python" -m venv "$work/venv"
@@ -15,6 +16,7 @@ echo "$requires" > "$work/requires.txt"
 build() { "$work/venv/bin/pip" wheel --quiet --disable-pip-version-check --no-index --no-build-isolation --no-deps --wheel-dir "$2" "$1"; }
 for place in one another/place; do
   git clone --quiet "$root" "$work/$place"
+  git -C "$work/$place" checkout --quiet --detach "$commit"
   build "$work/$place" "$work/$place/dist"
 done
 mkdir "$work/unpacked"
