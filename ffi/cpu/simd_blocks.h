@@ -380,32 +380,41 @@ struct UnderE4M3 {
 
 JAXQUANT_INLINE uint8_t nan_scale(const EncodeBlocks& p) { return p.scale == Scale::kE8M0 ? 0xFF : 0x7F; }
 
+// One step after the other for some blocks, which do not wait for each other's divisions then.
 template <class Q, int bits, bool saturate>
 void encode_along(const EncodeBlocks& p, int64_t begin, int64_t end) {
+  constexpr int kTogether = 16;
   const int64_t bytes = p.block * bits / 8;
-  const float* values = p.values + begin * p.block;
-  uint8_t* codes = p.codes + begin * bytes;
-  OuterScale outer_scale(p, p.outer, begin);
-  for (int64_t b = begin; b < end; ++b, outer_scale.step(b < end), values += p.block, codes += bytes) {
-    Ints largest{};
-    for (int64_t i = 0; i < p.block; i += kLanes) {
-      largest = larger(largest, magnitude_of<saturate>(load_as<Ints>(values + i)));
+  OuterScale outer(p, p.outer, begin);
+  for (int64_t b = begin; b < end; b += kTogether) {
+    const int count = static_cast<int>(std::min<int64_t>(kTogether, end - b));
+    const float* values = p.values + b * p.block;
+    uint8_t* codes = p.codes + b * bytes;
+    int32_t largest[kTogether];
+    for (int k = 0; k < count; ++k) {
+      Ints lanes{};
+      for (int64_t i = 0; i < p.block; i += kLanes) {
+        lanes = larger(lanes, magnitude_of<saturate>(load_as<Ints>(values + k * p.block + i)));
+      }
+      largest[k] = greatest_lane(lanes);
     }
-    const int32_t all = greatest_lane(largest);
-    if (all >= kInfinity) {
-      p.scales[b] = nan_scale(p);
-      memset(codes, 0, static_cast<size_t>(bytes));
-      continue;
+    typename Q::template Quantizers<1> quantizers[kTogether];
+    for (int k = 0; k < count; ++k, outer.step(b + k < end)) {
+      const bool finite = largest[k] < kInfinity;
+      const int byte = Q::scale(p, finite ? largest[k] : 0, outer.value());
+      p.scales[b + k] = finite ? static_cast<uint8_t>(byte) : nan_scale(p);
+      quantizers[k].set(0, byte, outer.value());
     }
-    const double outer = outer_scale.value();
-    const int byte = Q::scale(p, all, outer);
-    p.scales[b] = static_cast<uint8_t>(byte);
-    typename Q::template Quantizers<1> quantizer;
-    quantizer.set(0, byte, outer);
-    for (int64_t i = 0; i < p.block; i += kLanes) {
-      const Ints value = load_as<Ints>(values + i);
-      const Ints code = quantizer.template code<Floats, Ints>(0, value, magnitude_of<saturate>(value));
-      pack<bits>(code, codes + i * bits / 8);
+    for (int k = 0; k < count; ++k, values += p.block, codes += bytes) {
+      if (largest[k] >= kInfinity) {
+        memset(codes, 0, static_cast<size_t>(bytes));
+        continue;
+      }
+      for (int64_t i = 0; i < p.block; i += kLanes) {
+        const Ints value = load_as<Ints>(values + i);
+        const Ints code = quantizers[k].template code<Floats, Ints>(0, value, magnitude_of<saturate>(value));
+        pack<bits>(code, codes + i * bits / 8);
+      }
     }
   }
 }
