@@ -68,9 +68,9 @@ def block_dot(a: Any, b: Any, *, integer: bool = False) -> Any:
 
 
 def _float_dot(a: Any, b: Any) -> jax.Array:
-    if _suits_hardware(a, b) and _has_scaled_matmul():
-        return _hardware_dot(a, b)
-    return _reference_dot(a, b)
+    on_hardware = _suits_hardware(a, b) and _has_scaled_matmul()
+    result: jax.Array = _hardware_dot(a, b) if on_hardware else _reference_dot(a, b)
+    return result
 
 
 def matmul(a: Any, b: Any) -> Any:
