@@ -1,4 +1,4 @@
-"""What MkDocs runs while it builds the site: pages that do not exist yet stay out of the navigation."""
+"""What MkDocs runs while it builds: absent pages stay out of the navigation, and sessions are coloured as such."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 def on_config(config: Any) -> Any:
     config.nav = _existing(config.nav, Path(config.docs_dir))
     return config
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return markdown.replace("```python\n>>> ", "```pycon\n>>> ")
 
 
 def _existing(entries: list[Any], folder: Path) -> list[Any]:
