@@ -73,7 +73,7 @@ def run(
     except OSError as error:
         raise CommandError(said(error, target)) from error
     except (TypeError, ValueError) as error:
-        raise CommandError(f"{target}: {printable(str(error))}") from error
+        raise CommandError(f"{target}: {printable(str(error), 1000)}") from error
     _show(file, target, format, done, as_json)
     return 1 if any(outcome.sqnr is not None and outcome.note for outcome in done) else 0
 
@@ -106,7 +106,7 @@ def _convert(file: WeightFile, entry: Entry, dtype: BlockScaledDType, keep: bool
             kept = values.reshape(entry.shape)
             return kept, _Done(entry, "F32", kept.nbytes, None, reason)
     except (ImportError, NotImplementedError, ValueError) as error:
-        raise CommandError(printable(str(error))) from error
+        raise CommandError(printable(str(error), 1000)) from error
     return kept, _Done(entry, entry.type, entry.nbytes, None, reason)
 
 
@@ -115,7 +115,9 @@ def _unfit(file: WeightFile, entry: Entry, dtype: BlockScaledDType) -> str | Non
     block = dtype.levels[0].block
     assert isinstance(block, int)
     if file.problem(entry) is not None and entry.type == "unreadable":
-        raise CommandError(f"{file.path}: {printable(entry.name)}: {printable(str(file.problem(entry)))}")
+        raise CommandError(
+            f"{file.path}: {printable(entry.name)}: {printable(str(file.problem(entry)), 1000)}"
+        )
     if len(entry.shape) < 2 or not entry.elements:
         return "not a matrix"
     if entry.shape[-1] % block:

@@ -179,7 +179,7 @@ def open_weights(path: Path) -> WeightFile:
     except OSError as error:
         raise CommandError(said(error, path)) from error
     except (gguf.GGUFError, io.SafetensorsError) as error:
-        raise CommandError(printable(str(error))) from error
+        raise CommandError(printable(str(error), 1000)) from error
     raise CommandError(f"{path} is neither a GGUF nor a safetensors file: it begins with {head[:8]!r}")
 
 
@@ -217,12 +217,12 @@ def replace_file(path: Path, content: bytes) -> None:
 # What a terminal shows
 
 
-def printable(text: str) -> str:
+def printable(text: str, most: int = 120) -> str:
     """A text from a file, which may try to write to the terminal, as characters that are seen."""
     shown = "".join(
         c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text
     )
-    return shown if len(shown) <= 120 else f"{shown[:117]}..."
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 
 def table(rows: Sequence[Sequence[str]], left: int) -> list[str]:

@@ -166,7 +166,7 @@ def _text(report: dict[str, Any]) -> str:
         summary.append(["all", str(len(tensors)), f"{elements:,}", bits, size_of(nbytes)])
     lines += ["", *table(summary, 1), ""]
     bad = [tensor for tensor in tensors if tensor["problem"] is not None]
-    lines += [f"PROBLEM  {printable(tensor['name'])}: {printable(tensor['problem'])}" for tensor in bad]
+    lines += [f"PROBLEM  {printable(tensor['name'])}: {printable(tensor['problem'], 1000)}" for tensor in bad]
     lines.append(f"{len(bad)} tensors are illegal" if bad else "no illegal records or blocks")
     return "\n".join(lines)
 

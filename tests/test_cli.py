@@ -304,6 +304,7 @@ def test_truncated_files_are_refused(command, name, folder, tmp_path, capsys):
         path.write_bytes(whole[:length])
         said = refused(capsys, command, path, *rest)
         assert said.startswith(f"jaxquant {command}: {path}")
+    assert "it is truncated" in said
     assert os.listdir(tmp_path) == [name]
 
 
