@@ -12,7 +12,7 @@ NATIVE := $(wildcard ffi/*.h ffi/CMakeLists.txt ffi/cpu/*)
 CPP := $(wildcard ffi/*.h ffi/cpu/*.h ffi/cpu/*.cpp ffi/cuda/*.h ffi/cuda/*.cpp ffi/cuda/*.cu tests/cuda/*.h tests/cuda/*.cpp)
 install = $(VENV)/.$(1)-$(SOURCES)
 
-.PHONY: asan ubsan tsan fuzz stress mutate reproducible cuda-wheel cuda-check demo test test-arrays test-model test-exhaustive test-matrix avx512 lint format bench selftest info wheel clean help
+.PHONY: docs asan ubsan tsan fuzz stress mutate reproducible cuda-wheel cuda-check demo test test-arrays test-model test-exhaustive test-matrix avx512 lint format bench selftest info wheel clean help
 
 help:
 	@echo "make demo             a real GGUF model's Q4_K weights through quantize and quantized_dot"
@@ -24,6 +24,7 @@ help:
 	@echo "make avx512           the AVX-512 kernels bit for bit, under an emulator where the CPU has none"
 	@echo "make cuda-wheel       the CUDA kernels as the distribution jaxquant-cuda13 (needs nvcc)"
 	@echo "make cuda-check       the CUDA kernels' bits and speed, where PYTHON has JAX for an NVIDIA GPU"
+	@echo "make docs             the guide and API reference, in build/docs"
 	@echo "make lint             ruff, mypy, pyright, clang-format"
 	@echo "make asan ubsan tsan  the kernels under a sanitizer (need cmake)"
 	@echo "make fuzz             ten minutes each of mutated files and of arbitrary bytes in the kernels"
@@ -100,6 +101,10 @@ mutate: $(call install,test)
 # The newest commit's time stands in the archive, so that only the sources make a difference.
 reproducible: $(BIN)/python
 	tests/reproducible.sh $(abspath $(BIN)/python)
+
+docs: $(call install,docs)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
+	@echo build/docs/index.html
 
 lint: $(call install,lint)
 	$(BIN)/ruff check .
