@@ -17,4 +17,5 @@ environment=.venv-$version
 "$environment/bin/pip" install --quiet --disable-pip-version-check --force-reinstall --no-deps dist/*.whl
 "$environment/bin/python" -c 'import sys, jax; print(f"Python {sys.version.split()[0]}, jax {jax.__version__}")'
 cd tests
-"../$environment/bin/pytest" --numprocesses auto --dist worksteal .
+# What a compiler builds and runs by itself is the same on every Python.
+"../$environment/bin/pytest" --numprocesses auto --dist worksteal -m "not toolchain" .

@@ -203,6 +203,7 @@ def compiled(tmp_path_factory):
     return out, done.stderr + done.stdout
 
 
+@pytest.mark.toolchain
 def test_nvcc_compiles_without_warnings_or_spills(compiled):
     _, report = compiled
     assert "warning" not in report
@@ -211,6 +212,7 @@ def test_nvcc_compiles_without_warnings_or_spills(compiled):
     assert "-fmad=false" in (CUDA / "CMakeLists.txt").read_text()
 
 
+@pytest.mark.toolchain
 def test_handlers_compile_without_warnings(tmp_path, compiled):
     command = ["nvcc", "-std=c++17", "-Xcompiler=-Wall,-Wextra,-Werror", f"-I{PROJECT / 'ffi'}"]
     command += ["-isystem", jax.ffi.include_dir(), "-c", CUDA / "handlers.cpp", "-o", tmp_path / "handlers.o"]
@@ -241,6 +243,7 @@ def instructions(cubin):
     return kernels
 
 
+@pytest.mark.toolchain
 def test_instructions_of_the_kernels(compiled):
     kernels = instructions(compiled[0])
     for name, code in kernels.items():
@@ -261,6 +264,7 @@ def test_instructions_of_the_kernels(compiled):
             assert "LDGSTS" in opcodes, name
 
 
+@pytest.mark.toolchain
 def test_products_of_quantize_are_not_fused(compiled):
     """Each value is multiplied and then rounded, with nothing added in between."""
     for name, code in instructions(compiled[0]).items():
@@ -289,6 +293,7 @@ def test_check_says_that_there_is_no_gpu():
     assert "nothing was checked" in done.stdout
 
 
+@pytest.mark.toolchain
 def test_check_runs_dry():
     done = check("--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr

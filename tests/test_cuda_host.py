@@ -14,7 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 
 import simulate
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the simulation with")
+pytestmark = [
+    pytest.mark.toolchain,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the simulation with"),
+]
 
 TILES = {
     "bytes": (4, 1),

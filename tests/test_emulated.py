@@ -15,7 +15,10 @@ from jaxquant.ops import native
 TESTS = Path(__file__).parent
 MISSING = 77
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the kernels with")
+pytestmark = [
+    pytest.mark.toolchain,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the kernels with"),
+]
 
 
 def check_kernels(*arguments, project=TESTS.parent):

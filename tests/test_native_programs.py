@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.toolchain
+
 TESTS = Path(__file__).parent
 needs_compiler = pytest.mark.skipif(
     shutil.which("cmake") is None or shutil.which("g++") is None, reason="needs cmake and g++"
