@@ -313,9 +313,7 @@ class TestPytree:
         )
         assert type(back.planes) is tuple
 
-    @pytest.mark.parametrize(
-        "leaf", [None, jax.ShapeDtypeStruct((1,), np.float32), ..., "text"], ids=repr
-    )
+    @pytest.mark.parametrize("leaf", [None, jax.ShapeDtypeStruct((1,), np.float32), ..., "text"], ids=repr)
     def test_unflatten_checks_nothing(self, leaf):
         ran = []
 
