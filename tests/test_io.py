@@ -271,8 +271,8 @@ def block_samples() -> dict[str, BlockScaledArray]:
         x[:4, :2].astype(ml_dtypes.bfloat16), np.ones((4, 8), np.float16), dtype=np.float16
     )
     samples["whole"] = BlockScaledArray(np.ones((4, 1), np.float32), np.ones((4, 8), np.int8), (1, Whole))
-    samples["int4"] = BlockScaledArray(
-        np.ones((4, 1), np.float32), NarrowArray(np.ones((4, 4), np.uint8), ml_dtypes.int4)
+    samples["uint4"] = BlockScaledArray(
+        np.ones((4, 1), np.float32), NarrowArray(np.ones((4, 4), np.uint8), ml_dtypes.uint4)
     )
     two = quantize_blocks(x, DType.NVFP4)
     samples["two-levels"] = BlockScaledArray(
@@ -288,7 +288,7 @@ BLOCK_SAMPLES = block_samples()
 SAMPLES = BLOCK_SAMPLES | {
     "narrow-E2M1": NarrowArray(random_bits((3, 4), np.uint8), "E2M1"),
     "narrow-axis-0": NarrowArray(random_bits((3, 4), np.uint8), "E2M3", axis=0),
-    "narrow-int4": NarrowArray(random_bits((3, 4), np.uint8), ml_dtypes.int4),
+    "narrow-uint4": NarrowArray(random_bits((3, 4), np.uint8), ml_dtypes.uint4),
     "narrow-uint2": NarrowArray(random_bits((3, 4), np.uint8), ml_dtypes.uint2),
     "narrow-bool": NarrowArray(random_bits((3, 4), np.uint8), np.bool_),
     "narrow-E8M0": NarrowArray(random_bits((3, 4), np.uint8), "E8M0"),
@@ -621,7 +621,7 @@ def test_good_relatives_of_the_bad_files(path):
 
 
 def test_every_truncation_is_refused(path):
-    jio.save(path, {"w": BLOCK_SAMPLES["int4"], "x": np.arange(3, dtype=np.int32)})
+    jio.save(path, {"w": BLOCK_SAMPLES["uint4"], "x": np.arange(3, dtype=np.int32)})
     content = path.read_bytes()
     for length in range(len(content)):
         path.write_bytes(content[:length])
@@ -754,8 +754,8 @@ BAD_DESCRIPTIONS = [
     ("NVFP4", within(*W, "scales", 0, "dtype", value="float8_e8m0fnu"), "stores float8_e4m3fn, described as"),
     ("NVFP4", within(*W, "scales", 1, "kind", value="block_scaled"), "cannot be block-scaled itself"),
     ("MXINT8", within(*W, "elements", "dtype", value="uint8"), "stores int8, described as uint8"),
-    ("narrow-int4", within(*W, "dtype", value="float32"), "must have 1 to 8 bits"),
-    ("narrow-int4", within(*W, "axis", value=5), "axis 5 is none of"),
+    ("narrow-uint4", within(*W, "dtype", value="float32"), "must have 1 to 8 bits"),
+    ("narrow-uint4", within(*W, "axis", value=5), "axis 5 is none of"),
     ("narrow-axis-0", within(*W, "bits", value=4), "of 4 bits, here it has 6"),
     ("f8_4x128", within(*W, "pattern", value="a b -> b"), "on one side of '->' only"),
     ("f8_4x128", within(*W, "shape", value=[500, 3]), "of which storage holds 128"),
@@ -1263,7 +1263,7 @@ def test_codes_and_swizzled_scales_are_written_as_packed_and_dense_ones(writer, 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["NVFP4", "MXFP6_E3M2", "swizzled", "stack", "f8_4x128", "narrow-int4"])
+@pytest.mark.parametrize("name", ["NVFP4", "MXFP6_E3M2", "swizzled", "stack", "f8_4x128", "narrow-uint4"])
 def test_orbax_round_trip(tmp_path, name):
     orbax = pytest.importorskip("orbax.checkpoint", reason="needs orbax-checkpoint")
     array = jax.tree_util.tree_map(jnp.array, SAMPLES[name])

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from dtype_samples import block_scaled
 
 import jaxquant as jq
 from jaxquant import DType, Level, Whole, plot
@@ -308,8 +309,8 @@ def test_scales_lie_over_the_elements_they_scale(name, element, levels, elements
 
 
 def test_many_elements_are_drawn_together():
-    jq.BlockScaledDType("PlotMany", element=DType.E2M1, levels=[Level(DType.E4M3, 16), Level(DType.E8M0, 8)])
-    found = boxes(plot.bit_layout("PlotMany"))
+    many = block_scaled("PlotMany", DType.E2M1, [Level(DType.E4M3, 16), Level(DType.E8M0, 8)])
+    found = boxes(plot.bit_layout(many))
     for i in range(8):
         assert found[f"element {16 * i}:{16 * i + 16}"][0][::2] == found[f"scale 0 {i}"][0][::2]
     assert found["scale 1 0"][0][2] == pytest.approx(8 * found["scale 0 0"][0][2])
